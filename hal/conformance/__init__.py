@@ -1,0 +1,27 @@
+"""The conformance suite: what every operation means, run against any backend.
+
+    pytest --pyargs hal.conformance --hal-backend NAME
+    hal conformance --backend NAME --json report.json
+
+| module          | duty                                                              |
+|-----------------|-------------------------------------------------------------------|
+| `plugin`        | pytest options and hooks; inert in other runs                     |
+| `session`       | outcomes of one run, and the verdict                              |
+| `waivers`       | known deviations, with reasons and links                          |
+| `report`        | JSON and Markdown                                                 |
+| `subject`       | the backend under test, observed                                  |
+| `oracle`        | the ops in naive float64                                          |
+| `quantised`     | what a quantised element must be                                  |
+| `caches`        | paged caches in every layout and stride, poisoned                 |
+| `inputs`        | a case -> the arguments of a call                                 |
+| `cases`         | the tables of cases                                               |
+| `compare`       | tolerances, with their reasons                                    |
+| `test_*`        | the tests, one module per op or theme                             |
+"""
+
+from __future__ import annotations
+
+__all__ = ["SUITE_VERSION"]
+
+#: Version of the suite: it rises whenever a backend that passed may fail.
+SUITE_VERSION = "1.0"
