@@ -246,9 +246,9 @@ def _effective(config: str | os.PathLike[str] | Config | None, env: environment.
     path, kind = (config, "argument") if config is not None else (env.config, "environment")
     if path is None:
         return detect(default_device(), backends=names, ops=list(OPS))
-    from hal.config_file import load  # pydantic and yaml are only for those who read files
+    from hal.config_file import load, vocabulary  # pydantic and yaml are only for those who read files
 
-    return load(path, backends=names, ops=list(OPS), source_kind=kind)  # type: ignore[arg-type]
+    return load(path, backends=names, ops=list(OPS), packages=vocabulary(known).packages, source_kind=kind)  # type: ignore[arg-type]
 
 
 def _unknown(name: str, source: Source, known: Registry) -> UnknownBackendError:

@@ -205,7 +205,7 @@ def _fix(detail: Any) -> str:
         return f"; write [{value!r}]"
     if isinstance(value, NotText) and value.kind == "a number" and (detail["loc"][0] == "versions" or detail["loc"][-1] == "arch"):
         return f"; write a window such as '>={value.text}'"
-    return f"; quote it: '{value.text}'" if isinstance(value, NotText) else ""
+    return f"; quote it: '{value.text}'" if isinstance(value, NotText) and kind == "string_type" else ""
 
 
 def _shown(value: Any) -> str:
@@ -221,7 +221,7 @@ def _alias(name: Any) -> str:
 
 
 def _dotted(path: Path) -> str:
-    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step if step.isprintable() else repr(step)}" for step in path)
     return text.removeprefix(".")
 
 

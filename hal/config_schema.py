@@ -94,12 +94,13 @@ def _off_as_text(value: Any) -> Any:
     return "off" if isinstance(value, NotText) and value.text.lower() == "off" else value
 
 
+# pydantic puts these tags into the location of an error: in brackets, they cannot be taken for keys of the file.
 def _use_form(value: Any) -> str:
-    return "chain" if isinstance(value, list) else "name"
+    return "<chain>" if isinstance(value, list) else "<name>"
 
 
 def _op_form(value: Any) -> str:
-    return "use" if isinstance(value, dict) else _use_form(value)
+    return "<use>" if isinstance(value, dict) else _use_form(value)
 
 
 Text = Annotated[str, AfterValidator(_written), Field(json_schema_extra={"minLength": 1})]
@@ -110,7 +111,7 @@ Chain = Annotated[tuple[BackendName, ...], AfterValidator(_filled), Field(json_s
 DeviceType = Literal["cpu", "cuda", "hpu", "mps", "npu", "xpu"]
 Vendor = Literal["amd", "cpu", "iluvatar", "nvidia", "unknown"]
 Patterns = Annotated[tuple[Text, ...], AfterValidator(_filled)]
-NameOrChain = Annotated[Annotated[BackendName, Tag("name")] | Annotated[Chain, Tag("chain")], Discriminator(_use_form)]
+NameOrChain = Annotated[Annotated[BackendName, Tag("<name>")] | Annotated[Chain, Tag("<chain>")], Discriminator(_use_form)]
 
 
 class _Model(BaseModel):
@@ -142,7 +143,7 @@ class DisableModel(_Model):
 
 
 Selection = Annotated[
-    Annotated[BackendName, Tag("name")] | Annotated[Chain, Tag("chain")] | Annotated[UseModel, Tag("use")],
+    Annotated[BackendName, Tag("<name>")] | Annotated[Chain, Tag("<chain>")] | Annotated[UseModel, Tag("<use>")],
     Discriminator(_op_form),
 ]
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,10 +27,15 @@ from hal.registry import Registry
 from hal.report import Report
 from hal.version import API_VERSION, CONTRACT_VERSION, __version__
 
-__all__ = ["BackendRow", "Diagnosis", "diagnose", "package_versions"]
+__all__ = ["FOREIGN_VARIABLES", "BackendRow", "Diagnosis", "diagnose", "package_versions"]
 
 #: Libraries whose version may explain a difference between two machines.
 _LIBRARIES = ("triton", "ixformer", "transformers", "pydantic", "pluggy")
+
+#: Variables of others that change what `hal` finds.
+FOREIGN_VARIABLES: Mapping[str, str] = MappingProxyType(
+    {"CUDA_VISIBLE_DEVICES": "which GPUs this process sees", "TRITON_INTERPRET": "1 runs Triton kernels on the CPU, slowly"}
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ class Diagnosis:
     Attributes:
         versions: library -> version; empty if it is not installed.
         devices: accelerators, then the CPU.
-        variables: HAL_* variables that are set.
+        variables: HAL_* and foreign variables that are set.
         backends: registered backends, then plug-ins that are not usable.
         config: the effective config; None if there is a problem.
         reports: one for each op and device.
@@ -100,7 +106,7 @@ def diagnose(backend: str | None = None, *, config: str | os.PathLike[str] | Non
     Returns:
         The diagnosis. A wrong variable, config or name does not raise: it is the `problem` of the diagnosis.
     """
-    facts = Diagnosis(package_versions(), tuple(local_devices()), environment.in_force())
+    facts = Diagnosis(package_versions(), tuple(local_devices()), _variables())
     try:
         facts = replace(facts, backends=_rows(registry()))
         chosen = build_backend(backend, config=config)
@@ -108,6 +114,10 @@ def diagnose(backend: str | None = None, *, config: str | os.PathLike[str] | Non
     except HalError as error:
         return replace(facts, problem=str(error))
     return replace(facts, config=chosen.config, reports=reports)
+
+
+def _variables() -> dict[str, str]:
+    return environment.in_force() | {name: os.environ[name] for name in FOREIGN_VARIABLES if name in os.environ}
 
 
 def package_versions() -> dict[str, str]:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from hal.config import Config
 from hal.device import DeviceInfo
-from hal.doctor import BackendRow, Diagnosis
+from hal.doctor import FOREIGN_VARIABLES, BackendRow, Diagnosis
 from hal.environment import VARIABLES
 from hal.report import Candidate, Report
 
@@ -107,8 +107,9 @@ def _variables(diagnosis: Diagnosis) -> RenderableType:
     if not diagnosis.variables:
         return Text(f"Variables: none is set ({', '.join(VARIABLES)})")
     table = _table("Variables", ("name", 16), ("value", None), ("meaning", None))
+    meanings = {**VARIABLES, **FOREIGN_VARIABLES}
     for name, value in diagnosis.variables.items():
-        table.add_row(Text(name), Text(value or "(empty)"), Text(VARIABLES.get(name, "unknown to hal, no effect"), style="dim"))
+        table.add_row(Text(name), Text(value or "(empty)"), Text(meanings.get(name, "unknown to hal, no effect"), style="dim"))
     return table
 
 

@@ -28,8 +28,8 @@ BROKEN = {
     "raises": ("from hal import hookimpl\n@hookimpl\ndef hal_backends(): return 1 / 0", "ZeroDivisionError"),
     "taken_name": (GOOD.replace('"acme"', '"reference"'), "'reference' exists already, from hal"),
     "upper_case": (GOOD.replace('"acme"', '"Acme"'), "not a lower-case identifier"),
-    "unknown_op": (GOOD.replace('"merge_states":', '"merge_state":'), "did you mean 'merge_states'"),
-    "bad_target": (GOOD.replace("acme_ops:merge_states", "acme_ops.merge_states"), "not 'package.module:function'"),
+    "unknown_op": (GOOD.replace("acme", "other").replace('"merge_states":', '"merge_state":'), "did you mean 'merge_states'"),
+    "bad_target": (GOOD.replace("acme", "other").replace("other_ops:merge_states", "other_ops.merge_states"), "not 'package.module:function'"),
     "absent_package": (None, "No module named 'absent_package'"),
 }
 
