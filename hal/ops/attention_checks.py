@@ -349,9 +349,9 @@ def meta_plan_decode(a: Arguments) -> tuple[TensorMeta, ...]:
 
 def _range(values: Tensor) -> tuple[int, int]:
     """Least and greatest entry; this runs on every call with CPU tensors, and a short list is the cheaper way to look."""
-    if values.numel() <= 32:
-        flat = values.flatten().tolist()
-        return min(flat), max(flat)
+    if len(values) <= 32 and values.dim() == 1:
+        listed = values.tolist()
+        return min(listed), max(listed)
     low, high = values.aminmax()
     return int(low), int(high)
 
@@ -363,7 +363,7 @@ def _bad(values: Tensor, wrong: Tensor) -> tuple[int, int]:
 
 
 def _check_lengths(op: str, seq_lens: Tensor, most: int) -> None:
-    if seq_lens.numel() == 0:
+    if not len(seq_lens):
         return
     low, high = _range(seq_lens)
     if low < 0 or high > most:

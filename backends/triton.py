@@ -1,0 +1,53 @@
+"""The Triton backend: NVIDIA and AMD GPUs, and the CPU where TRITON_INTERPRET=1 asks for Triton's interpreter.
+
+The declaration imports no Triton. `flash_prefill` is not served yet.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from hal.device import DeviceInfo
+from hal.reasons import Reason, ReasonCode
+from hal.spec import BackendSpec, Implementation, KVCachePreference, Package, Requires
+
+__all__ = ["backend"]
+
+_TRITON = Package("triton", ">=3.6", "A CUDA build of torch brings Triton; elsewhere: pip install 'hal-kernels[triton]'.")
+
+#: dtype -> least NVIDIA compute capability for which Triton 3.6 to 3.9 compile it.
+_LEAST_ARCH = {torch.bfloat16: (8, 0), torch.float8_e4m3fn: (8, 9), torch.float8_e5m2: (9, 0)}
+
+
+def _gate(call: Any, device: DeviceInfo) -> Iterator[Reason]:
+    """Refuse the dtypes that this device's compiler target lacks."""
+    if device.vendor != "nvidia" or device.arch is None:
+        return
+    dtypes = {call.dtype, call.kv_dtype} if hasattr(call, "kv_dtype") else {call.dtype}
+    for dtype in sorted(dtypes, key=str):
+        least = _LEAST_ARCH.get(dtype, (0, 0))
+        if device.arch < least:
+            have, need = (".".join(map(str, arch)) for arch in (device.arch, least))
+            yield Reason(ReasonCode.ARCH, f"{dtype} needs compute capability {need} in Triton kernels; {device.name} has {have}")
+
+
+def backend() -> BackendSpec:
+    """Declare the Triton backend."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return BackendSpec(
+        name="triton",
+        api_version=1,
+        implementations={
+            "flash_decode": Implementation("hal.backends.triton_ops:flash_decode", gate=_gate),
+            "merge_states": Implementation("hal.backends.triton_ops:merge_states", gate=_gate),
+            "plan_decode": Implementation("hal.backends.triton_ops:plan_decode"),
+            "write_kv": Implementation("hal.backends.triton_ops:write_kv", gate=_gate),
+        },
+        requires=Requires(devices=("cuda", "cpu") if interpreted else ("cuda",), packages=(_TRITON,)),
+        kv_cache=KVCachePreference(layout="NHD", page_size=16),
+        description="Triton kernels: NVIDIA and AMD GPUs" + (", interpreted on the CPU" if interpreted else ""),
+    )
