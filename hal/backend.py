@@ -25,6 +25,7 @@ from hal.ops.kv_cache import WriteKV
 from hal.registry import Registry, discover
 from hal.report import Report
 from hal.resolve import Resolver
+from hal.spec import KVCachePreference
 from hal.warmup import warmup
 
 __all__ = ["Backend", "build_backend", "get_backend", "registry", "reset", "use_backend"]
@@ -45,6 +46,7 @@ class Backend:
     merge_states: MergeStates
     plan_decode: PlanDecode
     write_kv: WriteKV
+    _resolver: Resolver
 
     def __init__(self, name: str, config: Config, registry: Registry, observe: Observer | None = None) -> None:
         resolver = Resolver(config, registry)
@@ -94,7 +96,7 @@ class Backend:
         """
         report = self.explain("flash_decode", device=device)
         chosen = report.chosen or report.choice.backends[-1]
-        preference = self._resolver.registry.backends[chosen].spec.kv_cache
+        preference: KVCachePreference = self._resolver.registry.backends[chosen].spec.kv_cache
         return kv_cache_spec(chosen, preference, num_kv_heads, head_dim, dtype, head_dim_v)
 
     def warmup(self, op: str, specs: Sequence[Mapping[str, Any]], *, device: torch.device | str | None = None) -> list[Report]:

@@ -104,7 +104,8 @@ def _load(entry: EntryPoint) -> list[BackendSpec]:
         raise PluginError(f"{entry.value} has no `hal_backends` hook; decorate a function of that name with `hal.hookimpl`")
     found: list[BackendSpec] = []
     for implementation in implementations:
-        found.extend(implementation.function())
+        hook: Any = implementation.function
+        found.extend(hook())
     return found
 
 

@@ -40,7 +40,7 @@ def warmup(
     op: Op, function: Callable[..., Any], explain: Callable[..., Report], specs: Sequence[Mapping[str, Any]], device: DeviceInfo
 ) -> list[Report]:
     """Make one eager call for each spec, see `hal.Backend.warmup`."""
-    where = torch.device(device.type, device.index if device.type != "cpu" else None)
+    where = torch.device(device.type) if device.type == "cpu" else torch.device(device.type, device.index)
     reports = []
     for spec in specs:
         for name in spec:

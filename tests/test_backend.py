@@ -96,7 +96,9 @@ def test_kv_cache_spec_allocates_what_the_ops_take():
     backend = hal.get_backend("reference")
     spec = backend.kv_cache_spec(2, 64, torch.int8, head_dim_v=32)
     k, v = spec.allocate(4, "cpu")
-    scales = torch.zeros(spec.scale_shape(4))
+    scale_shape = spec.scale_shape(4)
+    assert scale_shape == (4, 16, 2)
+    scales = torch.zeros(scale_shape)
     new = torch.randn(3, 2, 64)
     backend.write_kv(new, new[..., :32], k, v, torch.tensor([0, 5, 9]), kv_layout=spec.layout, k_scale=scales, v_scale=scales.clone())
     assert int((scales != 0).sum()) == 6

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-try:
+if sys.version_info >= (3, 11):
     import tomllib
-except ModuleNotFoundError:  # Python 3.10
+else:
     from pip._vendor import tomli as tomllib
 
 ROOT = Path(__file__).parents[1]

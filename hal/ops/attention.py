@@ -1,3 +1,5 @@
+# mypy: disable-error-code="no-untyped-def"
+# (the `_..._signature` functions: their types are those of the Protocol above each, and a test compares the parameters)
 """The attention family: `flash_decode`, `flash_prefill`, `merge_states`, `plan_decode`.
 
 Axes: B sequences, T query tokens, H query heads, Hkv kv heads, D head dim of Q and K, Dv of V, P slots of a page.
@@ -29,7 +31,9 @@ def _facts(t: Tensor | None) -> Hashable:
 
 
 def _scale_facts(scale: float | Tensor | None) -> Hashable:
-    return _facts(scale) if isinstance(scale, Tensor) else (scale if scale is None else type(scale))
+    if isinstance(scale, Tensor):
+        return _facts(scale)
+    return None if scale is None else "float"
 
 
 class FlashDecode(Protocol):

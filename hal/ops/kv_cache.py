@@ -1,3 +1,5 @@
+# mypy: disable-error-code="no-untyped-def"
+# (the `_..._signature` functions: their types are those of the Protocol above each, and a test compares the parameters)
 """The KV-cache family: `write_kv`."""
 
 from __future__ import annotations
@@ -46,8 +48,8 @@ class WriteKV(Protocol):
                 there. int8 needs a scale; fp8 without one means 1.
             v_scale: the same for V.
 
-        Quantised values are rounded half to even and saturate at the largest finite value; fp8 NaN stays NaN, int8
-        NaN becomes 0. An all-zero row gets scale 0 and zeros.
+        Quantised values are rounded half to even and saturate (fp8 at the largest finite value, int8 at -128 and 127);
+        fp8 NaN stays NaN, int8 NaN becomes 0. `qmax` of int8 is 127. An all-zero row gets scale 0 and zeros.
 
         Raises:
             ArgumentError: an argument is outside this contract; nothing was written.
