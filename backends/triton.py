@@ -1,6 +1,7 @@
 """The Triton backend: NVIDIA and AMD GPUs, and the CPU where TRITON_INTERPRET=1 asks for Triton's interpreter.
 
-The declaration imports no Triton. `flash_prefill` is not served yet.
+The declaration imports no Triton. Iluvatar's CoreX brings Triton 3.1 or 3.2, which the version window refuses; a config
+that widens the window lets it try. `flash_prefill` is not served yet.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ __all__ = ["backend"]
 
 _TRITON = Package("triton", ">=3.6", "A CUDA build of torch brings Triton; elsewhere: pip install 'hal-kernels[triton]'.")
 
-#: dtype -> least NVIDIA compute capability for which Triton 3.6 to 3.9 compile it.
-_LEAST_ARCH = {torch.bfloat16: (8, 0), torch.float8_e4m3fn: (8, 9), torch.float8_e5m2: (9, 0)}
+#: dtype -> least NVIDIA compute capability for which every supported Triton compiles it (3.6 stops at e5m2 on 8.0).
+_LEAST_ARCH = {torch.bfloat16: (8, 0), torch.float8_e4m3fn: (8, 9), torch.float8_e5m2: (8, 9)}
 
 
 def _gate(call: Any, device: DeviceInfo) -> Iterator[Reason]:
     """Refuse the dtypes that this device's compiler target lacks."""
     if device.vendor != "nvidia" or device.arch is None:
         return
-    dtypes = {call.dtype, call.kv_dtype} if hasattr(call, "kv_dtype") else {call.dtype}
+    dtypes = {call.dtype, getattr(call, "kv_dtype", call.dtype)}
     for dtype in sorted(dtypes, key=str):
         least = _LEAST_ARCH.get(dtype, (0, 0))
         if device.arch < least:
@@ -47,7 +48,11 @@ def backend() -> BackendSpec:
             "plan_decode": Implementation("hal.backends.triton_ops:plan_decode"),
             "write_kv": Implementation("hal.backends.triton_ops:write_kv", gate=_gate),
         },
-        requires=Requires(devices=("cuda", "cpu") if interpreted else ("cuda",), packages=(_TRITON,)),
+        requires=Requires(
+            devices=("cuda", "cpu") if interpreted else ("cuda",),
+            vendors=("nvidia", "amd", "iluvatar", "cpu") if interpreted else ("nvidia", "amd", "iluvatar"),
+            packages=(_TRITON,),
+        ),
         kv_cache=KVCachePreference(layout="NHD", page_size=16),
         description="Triton kernels: NVIDIA and AMD GPUs" + (", interpreted on the CPU" if interpreted else ""),
     )

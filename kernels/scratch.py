@@ -9,17 +9,25 @@ capture the memory comes from the capture's own pool instead.
 from __future__ import annotations
 
 import threading
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
-__all__ = ["buffers", "current_stream", "scratch"]
+__all__ = ["buffers", "current_device", "current_stream", "scratch"]
 
 _Key = tuple[str, torch.dtype, torch.device, int, int]
 
 _CURRENT: dict[_Key, Tensor] = {}
 _RETIRED: list[Tensor] = []
 _LEAST = 1024
+
+
+def current_device(device: torch.device) -> AbstractContextManager[object]:
+    """Context in which `device` is current: kernels launch on the current one."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def current_stream(device: torch.device) -> int:

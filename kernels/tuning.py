@@ -8,8 +8,8 @@ programs in all, four per multiprocessor. Other rows keep the tile and lower the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import triton
@@ -47,10 +47,10 @@ class DecodeConfig:
 _DECODE: dict[tuple[str, int, int], DecodeConfig] = {
     ("hopper", 64, 1): DecodeConfig(64, 2, 4),
     ("hopper", 64, 2): DecodeConfig(64, 2, 4),
-    ("hopper", 64, 4): DecodeConfig(32, 4, 3),
+    ("hopper", 64, 4): DecodeConfig(32, 8, 2),
     ("hopper", 128, 1): DecodeConfig(64, 4, 3),
     ("hopper", 128, 2): DecodeConfig(64, 2, 3),
-    ("hopper", 128, 4): DecodeConfig(32, 4, 2),
+    ("hopper", 128, 4): DecodeConfig(16, 8, 2),
     ("hopper", 256, 1): DecodeConfig(32, 4, 3),
     ("hopper", 256, 2): DecodeConfig(32, 4, 3),
     ("hopper", 256, 4): DecodeConfig(16, 4, 2),
@@ -59,10 +59,10 @@ _DECODE: dict[tuple[str, int, int], DecodeConfig] = {
     ("hopper", 576, 4): DecodeConfig(16, 8, 1),
     ("other", 64, 1): DecodeConfig(64, 4, 3),
     ("other", 64, 2): DecodeConfig(64, 4, 3),
-    ("other", 64, 4): DecodeConfig(32, 4, 2),
+    ("other", 64, 4): DecodeConfig(32, 8, 2),
     ("other", 128, 1): DecodeConfig(64, 4, 2),
     ("other", 128, 2): DecodeConfig(64, 4, 2),
-    ("other", 128, 4): DecodeConfig(32, 4, 2),
+    ("other", 128, 4): DecodeConfig(16, 8, 2),
     ("other", 256, 1): DecodeConfig(32, 4, 2),
     ("other", 256, 2): DecodeConfig(32, 4, 2),
     ("other", 256, 4): DecodeConfig(16, 4, 2),
@@ -77,15 +77,15 @@ def interpreting() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-@lru_cache(maxsize=None)
+@cache
 def device_class(device: torch.device) -> str:
-    """`hopper` for NVIDIA devices of compute capability 9 and above, else `other`."""
+    """`hopper` for NVIDIA devices with its 227 KB of shared memory (compute capability 9 and 10), else `other`."""
     if device.type != "cuda" or torch.version.hip is not None:
         return "other"
-    return "hopper" if torch.cuda.get_device_capability(device)[0] >= 9 else "other"
+    return "hopper" if torch.cuda.get_device_capability(device)[0] in (9, 10) else "other"
 
 
-@lru_cache(maxsize=None)
+@cache
 def target_programs(device: torch.device) -> int:
     """Programs of a decode call that fill the device."""
     if device.type != "cuda":
@@ -93,11 +93,22 @@ def target_programs(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count) * _PROGRAMS_PER_MULTIPROCESSOR
 
 
-def decode_config(kind: str, head_dim: int, head_dim_v: int, kv_bytes: int, compute_bytes: int) -> DecodeConfig:
-    """Return the config for head dims and element sizes of K/V (`kv_bytes`) and of the dot operands (`compute_bytes`)."""
+@cache
+def decode_config(kind: str, head_dim: int, head_dim_v: int, kv_bytes: int, compute_bytes: int, *, heavy: bool) -> DecodeConfig:
+    """Return the config of the main kernel.
+
+    Args:
+        kind: device class.
+        head_dim: D.
+        head_dim_v: Dv.
+        kv_bytes: bytes of a K or V element.
+        compute_bytes: bytes of an operand of `tl.dot`.
+        heavy: more than 16 rows, a tree mask, or a batch-invariant call: registers then ask for 4 warps.
+    """
     width = max(head_dim, head_dim_v)
     step = next(w for w in (64, 128, 256, 576) if width <= w)
-    return _DECODE[kind, step, 4 if compute_bytes == 4 else kv_bytes]
+    config = _DECODE[kind, step, 4 if compute_bytes == 4 else kv_bytes]
+    return replace(config, warps=max(4, config.warps)) if heavy else config
 
 
 def packed_rows(rows: int, head_dim: int) -> int:
