@@ -85,6 +85,5 @@ def assert_same_bits(what: str, got: Tensor, expected: Tensor) -> None:
     wrong = got.view(integers) != expected.view(integers)
     if bool(wrong.any()):
         at = _first(wrong)
-        raise AssertionError(
-            f"{what}: {int(wrong.sum())} of {got.numel()} elements differ in their bits, the first at {at}: {float(got[at])}, expected {float(expected[at])}"
-        )
+        count = f"{int(wrong.sum())} of {got.numel()} elements differ in their bits"
+        raise AssertionError(f"{what}: {count}, the first at {at}: {float(got[at])}, expected {float(expected[at])}")

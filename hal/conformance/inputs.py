@@ -125,7 +125,9 @@ def _tree(case: Attention, lengths: list[int], generator: torch.Generator, devic
     return mask.to(device)
 
 
-def _extras(case: Attention, generator: torch.Generator, sizes: list[int], tokens: int, device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _extras(
+    case: Attention, generator: torch.Generator, sizes: list[int], tokens: int, device: torch.device
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Optional arguments that decode and prefill share, and the buffers around `out` and `lse`."""
     heads, dtype = case.heads[0], DTYPES[case.dtype]
     extras: dict[str, Any] = {"return_lse": True, "softcap": case.softcap, "window": case.window, "scale": case.scale}

@@ -36,7 +36,7 @@ def gather(cache: Tensor, layout: str, which: str, pages: list[int], scale: floa
     """Return float64 (S, Hkv, D) of the slots of `pages` in order, dequantised; an id outside the cache gives NaN rows."""
     raw = cache.view(torch.uint8) if cache.dtype in _FP8 else cache
     size = _slots(cache, layout, which)
-    rows = []
+    rows: list[Tensor | None] = []
     for page in pages:
         for offset in range(size):
             if not 0 <= page < cache.shape[0]:
@@ -103,9 +103,7 @@ def _block(q: Tensor, keys: Tensor, values: Tensor, valid: list[bool], a: dict[s
         if not seen:
             continue
         at = torch.tensor(seen, device=q.device)
-        k = keys[at].repeat_interleave(group, dim=1)
-        v = values[at].repeat_interleave(group, dim=1)
-        scores = torch.einsum("hd,nhd->hn", q[i].double(), k) * scale
+        scores = torch.einsum("hgd,nhd->hgn", q[i].double().unflatten(0, (-1, group)), keys[at]).flatten(0, 1) * scale
         if a["softcap"]:
             scores = a["softcap"] * torch.tanh(scores / a["softcap"])
         if a["alibi_slopes"] is not None:
@@ -118,7 +116,7 @@ def _block(q: Tensor, keys: Tensor, values: Tensor, valid: list[bool], a: dict[s
         total = weights.sum(dim=1, keepdim=True)
         if a["sinks"] is not None:
             total = total + torch.exp(a["sinks"].double()[:, None] - top)
-        out[i] = torch.einsum("hn,nhd->hd", weights / total, v)
+        out[i] = torch.einsum("hgn,nhd->hgd", (weights / total).unflatten(0, (-1, group)), values[at]).flatten(0, 1)
         lse[i] = (top + total.log()).squeeze(1)
     return out, lse
 
@@ -175,10 +173,7 @@ def _head_dim_v(a: dict[str, Any], paged: tuple[str, str] | None) -> int:
 
 def flash_decode(a: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Return float64 (out, lse) of a `flash_decode` call, given all its arguments by name."""
-    if a["cu_seqlens_q"] is not None:
-        cu = a["cu_seqlens_q"].tolist()
-    else:
-        cu = [b * a["q_len"] for b in range(a["seq_lens"].shape[0] + 1)]
+    cu = [b * a["q_len"] for b in range(a["seq_lens"].shape[0] + 1)] if a["cu_seqlens_q"] is None else a["cu_seqlens_q"].tolist()
     return _attention({**a, "causal": True}, cu, ("k_cache", "v_cache"))
 
 

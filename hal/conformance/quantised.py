@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
 
 __all__ = ["QMAX", "decode_codes", "nearest_codes", "rounding_error"]
 
-#: Largest finite value of each dtype of quantised caches; int8 is symmetric.
+#: qmax of each dtype of quantised caches: what an amax scale maps the largest magnitude to. int8 itself reaches to -128.
 QMAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
 
 
-@lru_cache(maxsize=None)
+@cache
 def _table(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Finite values of the dtype, ascending, and the bit pattern of each (+0 for zero)."""
     if dtype == torch.int8:
-        codes = torch.arange(-127, 128, dtype=torch.int16).to(torch.int8).view(torch.uint8)
+        codes = torch.arange(-128, 128, dtype=torch.int16).to(torch.int8).view(torch.uint8)
     else:
         codes = torch.arange(256, dtype=torch.int16).to(torch.uint8)
         codes = codes[codes != 0x80]
@@ -48,7 +48,7 @@ def nearest_codes(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the bit patterns (uint8) of `x` rounded half to even and saturated; NaN becomes int8 0."""
     values, codes = _table(dtype)
     x = x.detach().double().cpu()
-    finite = x.nan_to_num(nan=0.0, posinf=QMAX[dtype], neginf=-QMAX[dtype]).clamp(-QMAX[dtype], QMAX[dtype])
+    finite = x.nan_to_num(nan=0.0).clamp(float(values[0]), float(values[-1]))
     upper = torch.searchsorted(values, finite).clamp(0, len(values) - 1)
     lower = (upper - 1).clamp_min(0)
     below, above = finite - values[lower], values[upper] - finite
@@ -68,8 +68,7 @@ def rounding_error(x: Tensor, stored: Tensor) -> float:
     got = decode_codes(stored.detach().cpu().contiguous().view(torch.uint8), stored.dtype)
     if bool(got.isnan().any()):
         return float("inf")
-    limit = QMAX[stored.dtype]
-    x = x.double().cpu().clamp(-limit, limit)
+    x = x.double().cpu().clamp(float(values[0]), float(values[-1]))
     upper = torch.searchsorted(values, x).clamp(1, len(values) - 1)
     spacing = values[upper] - values[upper - 1]
     return float(((got - x).abs() / (spacing / 2)).max()) if x.numel() else 0.0
