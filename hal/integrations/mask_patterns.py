@@ -76,7 +76,7 @@ def _window(mask_function: Callable[..., Any]) -> int | None:
         if code is _CAUSAL:
             causal = True
         elif code is _SLIDING:
-            windows.append(int(part.__closure__[0].cell_contents))  # type: ignore[attr-defined]
+            windows.append(int(_captured(part)))
         else:
             raise _refusal(f"contains {getattr(part, '__qualname__', repr(part))}")
     if not causal:
@@ -89,8 +89,14 @@ def _parts(mask_function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     if getattr(mask_function, "__code__", None) is not _AND:
         yield mask_function
         return
-    for part in mask_function.__closure__[0].cell_contents:  # type: ignore[attr-defined]
+    for part in _captured(mask_function):
         yield from _parts(part)
+
+
+def _captured(function: Callable[..., Any]) -> Any:
+    """What a function made by another one has of it: the parts of an intersection, the width of a window."""
+    assert function.__closure__ is not None
+    return function.__closure__[0].cell_contents
 
 
 def _refusal(problem: str) -> ArgumentError:

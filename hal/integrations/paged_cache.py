@@ -7,14 +7,14 @@ a sequence holds its real tokens only, in order, wherever the pads stood.
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
-import transformers
-from packaging.version import Version
 from torch import Tensor
+from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 
 import hal
@@ -27,8 +27,8 @@ __all__ = ["HANDED_OVER", "PagedCache"]
 
 #: Attribute of the key tensor through which `update` hands the cache to the attention function.
 HANDED_OVER = "hal_paged_cache"
-#: What `generate` calls the cache, since 5.24 and before.
-_KEYWORD = "cache" if Version(transformers.__version__) >= Version("5.24.0.dev0") else "past_key_values"
+#: What `generate` calls the cache: newer versions of transformers renamed it.
+_KEYWORD = "cache" if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"
 
 
 @dataclass
@@ -92,7 +92,7 @@ class PagedCache(Cache):
         return cls(bound, max_length=max_length, kv_dtype=kv_dtype)
 
     def as_kwargs(self) -> dict[str, PagedCache]:
-        """Return the cache under the keyword of the installed transformers (`cache` since 5.24, before `past_key_values`)."""
+        """Return the cache under the keyword of the installed transformers (`cache`, in older versions `past_key_values`)."""
         return {_KEYWORD: self}
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -247,6 +247,21 @@ class PagedCache(Cache):
 
     def __repr__(self) -> str:
         return f"PagedCache(backend={self.backend.name!r}, layers={len(self)}, tokens={self.get_seq_length()})"
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """False for each layer: all keep every token."""
+        return [False] * max(1, len(self))
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """False for each layer: all have keys and values. Never empty, or `generate` would take the cache for a linear one."""
+        return [False] * max(1, len(self))
+
+    @property
+    def is_dummy(self) -> list[bool]:
+        """False for each layer: all have a cache of their own."""
+        return [False] * max(1, len(self))
 
     @property
     def is_compileable(self) -> bool:

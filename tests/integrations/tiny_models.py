@@ -1,0 +1,35 @@
+"""Tiny random models of the architectures that the integration serves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "initializer_range": 0.3,
+}  # fmt: skip
+
+#: name -> (prefix of the classes, more settings, transformers' own path that can serve it)
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "llama-gqa": ("Llama", {}, "sdpa"),
+    "llama-mha": ("Llama", {"num_key_value_heads": 4}, "sdpa"),
+    "qwen2": ("Qwen2", {}, "sdpa"),
+    "qwen3": ("Qwen3", {}, "sdpa"),
+    "mistral-window": ("Mistral", {"sliding_window": 6}, "sdpa"),
+    "gemma2-softcap": ("Gemma2", {"sliding_window": 6, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 16}, "eager"),
+    "gpt-oss-sinks": ("GptOss", {"sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2}, "eager"),
+}  # fmt: skip
+
+
+def build(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
+    """Return a random model in evaluation mode, the same at every call."""
+    prefix, more, _ = ARCHITECTURES[name]
+    torch.manual_seed(7)
+    model = getattr(transformers, f"{prefix}ForCausalLM")(getattr(transformers, f"{prefix}Config")(**_SIZES | more))
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith("sinks"):
+            torch.nn.init.normal_(parameter)
+    return model.to(device, dtype).eval()
