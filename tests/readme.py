@@ -1,6 +1,6 @@
 """The generated parts of README.md: the output of its example and the op x backend table.
 
-    python tests/readme.py --write      rewrites them
+python tests/readme.py --write      rewrites them
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def table() -> str:
         served = [r.spec.implementations.get(op) for r in backends.values()]
         cells = ["-" if s is None else "yes, gated" if s.gate else "yes" for s in served]
         lines.append(f"| `{op}` | " + " | ".join(cells) + " |")
-    lines += ["", "\"gated\": the backend judges each call's facts and refuses, with a reason, what its kernel does not cover."]
+    lines += ["", '"gated": the backend judges each call\'s facts and refuses, with a reason, what its kernel does not cover.']
     return "\n".join(lines)
 
 

@@ -1,0 +1,234 @@
+"""Plain attention on a CPU through PyTorch's `scaled_dot_product_attention` on views of the cache: nothing is gathered.
+
+It serves calls without extras whose pages follow one another in the cache (as an engine lays them out that allocates
+per sequence) or whose keys are packed. Every view holds exactly the keys that its rows see, so that nothing else is read.
+Extra memory: 2^20 mask entries (PyTorch holds them once more in fp32, 5 MiB in all) where a mask is needed: blocks of
+several rows that have a past or a window. Other calls need none.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from hal.backends.reference_limits import on_host
+
+__all__ = ["decode", "plain", "prefill"]
+
+#: Query rows that share one mask, and the entries of that mask.
+_TILE_ROWS, _MASK_ENTRIES = 256, 2**20
+#: Keys of a row above which PyTorch's fp32 sums come too close to the tolerance (measured: 1.1e-5 at 2**16, 2.1e-5 at 2**17).
+_MOST_KEYS = 2**16
+
+
+def plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: str,
+    softcap: float,
+    extras: tuple[object, ...],
+    out: Tensor | None,
+    return_lse: bool,
+    batch_invariant: bool,
+) -> bool:
+    """Whether this module may serve a call: facts of the arguments, not of the values in them."""
+    return (
+        on_host(q)
+        and q.shape[0] > 0
+        and layout == "NHD"
+        and k.dtype == q.dtype
+        and not (softcap or return_lse or batch_invariant)
+        and all(x is None for x in extras)
+        and (out is None or out.dtype == q.dtype)
+        and k.shape[3] == v.shape[3]
+        and _one_stride(k)
+        and _one_stride(v)
+    )
+
+
+def _one_stride(cache: Tensor) -> bool:
+    """Whether slots of consecutive pages are evenly spaced."""
+    return cache.shape[1] == 1 or cache.shape[0] == 1 or cache.stride(0) == cache.shape[1] * cache.stride(1)
+
+
+def decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    q_len: int,
+    cu_seqlens_q: Tensor | None,
+    scale: float | None,
+    window: int | None,
+    out: Tensor | None,
+) -> Tensor | None:
+    """Serve a plain `flash_decode` call, or return None if a sequence's pages are not consecutive."""
+    if cu_seqlens_q is not None or q_len > 1:
+        offsets = range(0, q.shape[0] + 1, q_len) if cu_seqlens_q is None else cu_seqlens_q.tolist()
+        lengths = _lengths(seq_lens, block_tables.shape[1] * k_cache.shape[1])
+        return _blocks(q, k_cache, v_cache, lengths, block_tables, offsets, scale, window, True, out)
+    lengths = _lengths(seq_lens, block_tables.shape[1] * k_cache.shape[1])
+    lows = [0] * len(lengths) if window is None else [max(0, s - window) for s in lengths]
+    origins = _origins(block_tables, lows, lengths, k_cache.shape[0], k_cache.shape[1])
+    if origins is None:
+        return None
+    slots = [o + low for o, low in zip(origins, lows, strict=True)]
+    counts = [s - low for s, low in zip(lengths, lows, strict=True)]
+    result = _decode_at_once(q, k_cache, v_cache, slots, counts, scale)
+    if result is None:
+        result = _decode_one_by_one(q, k_cache, v_cache, slots, counts, scale)
+    return result if out is None else out.copy_(result)
+
+
+def _decode_at_once(q: Tensor, k: Tensor, v: Tensor, slots: list[int], counts: list[int], scale: float | None) -> Tensor | None:
+    """One call for all sequences if they have equally many keys, evenly spaced in the cache; else None."""
+    sequences, count = len(slots), counts[0] if counts else 0
+    step = slots[1] - slots[0] if sequences > 1 else 0
+    if not count or step < 0 or any(c != count for c in counts) or any(s != slots[0] + i * step for i, s in enumerate(slots)):
+        return None
+    kv_heads = k.shape[2]
+    key, value = (_window(cache, slots[0], count, sequences, step) for cache in (k, v))
+    # The query heads of a group take the place of query rows: each key is read once.
+    query = q.unflatten(1, (kv_heads, -1))
+    return scaled_dot_product_attention(query, key, value, scale=scale).reshape(q.shape)
+
+
+def _window(cache: Tensor, slot: int, count: int, sequences: int, step: int) -> Tensor:
+    """View `count` slots of each sequence, `step` slots apart, as (B, Hkv, count, D)."""
+    _, by_slot, by_head, by_dim = _strides(cache)
+    shape = (sequences, cache.shape[2], count, cache.shape[3])
+    return cache.as_strided(shape, (step * by_slot, by_head, by_slot, by_dim), cache.storage_offset() + slot * by_slot)
+
+
+def _strides(cache: Tensor) -> tuple[int, ...]:
+    """Strides with that of the slots in place 1 also where pages have a single slot."""
+    by_page, by_slot, by_head, by_dim = cache.stride()
+    return by_page, by_page if cache.shape[1] == 1 else by_slot, by_head, by_dim
+
+
+def _decode_one_by_one(q: Tensor, k: Tensor, v: Tensor, slots: list[int], counts: list[int], scale: float | None) -> Tensor:
+    """One call per sequence."""
+    kv_heads = k.shape[2]
+    queries = q.view(q.shape[0], kv_heads, 1, -1, q.shape[2]).unbind(0)
+    parts = []
+    for query, slot, count in zip(queries, slots, counts, strict=True):
+        if not count:
+            parts.append(torch.zeros_like(query))
+            continue
+        key, value = (_window(cache, slot, count, 1, 0).transpose(0, 1) for cache in (k, v))
+        parts.append(scaled_dot_product_attention(query, key, value, scale=scale))
+    return torch.cat(parts).view(q.shape)
+
+
+def prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seq_lens: Tensor,
+    tables: Tensor,
+    cu_seqlens_q: Tensor,
+    most_keys: int,
+    scale: float | None,
+    window: int | None,
+    causal: bool,
+    out: Tensor | None,
+) -> Tensor | None:
+    """Serve a plain `flash_prefill` call, or return None if a sequence's pages are not consecutive."""
+    return _blocks(q, k, v, _lengths(seq_lens, most_keys), tables, cu_seqlens_q.tolist(), scale, window, causal, out)
+
+
+def _blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: list[int],
+    tables: Tensor,
+    offsets: range | list[int],
+    scale: float | None,
+    window: int | None,
+    causal: bool,
+    out: Tensor | None,
+) -> Tensor | None:
+    """One call per tile of rows of each block; None also for offsets that no checked call has."""
+    counts = [end - start for start, end in itertools.pairwise(offsets)]
+    if min(counts, default=0) < 0 or not 0 <= offsets[0] <= offsets[-1] <= q.shape[0]:
+        return None
+    lows = [0 if window is None else max(0, s - n - window + 1) for s, n in zip(lengths, counts, strict=True)]
+    origins = _origins(tables, lows, lengths, k.shape[0], k.shape[1])
+    if origins is None:
+        return None
+    result = torch.zeros_like(q, memory_format=torch.contiguous_format) if out is None else out.zero_()
+    for start, n, length, origin in zip(offsets[:-1], counts, lengths, origins, strict=True):
+        if n and length:
+            rows = slice(start, start + n)
+            _attend_block(q[rows], k, v, result[rows], origin, length, scale, window, causal)
+    return result
+
+
+def _attend_block(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, origin: int, length: int, scale: float | None, window: int | None, causal: bool
+) -> None:
+    """Write the attention of a block (n, H, D) over the keys `0 .. length - 1` of its sequence, key 0 being slot `origin`."""
+    n, kv_heads = q.shape[0], k.shape[2]
+    base = length - n
+    maskless = window is None and (base <= 0 or not causal)  # no past to shift the diagonal: one call
+    size = n if maskless else max(1, min(_TILE_ROWS, _MASK_ENTRIES // length))
+    first = max(0, -base) if causal else 0  # rows before it stand before key 0 and see nothing
+    for start in range(first, n, size):
+        end = min(start + size, n)
+        low = 0 if window is None else max(0, base + start - window + 1)
+        high = min(length, base + end) if causal else length
+        mask = None if maskless or end == start + 1 else _mask(base, start, end, low, high, window, causal)
+        # Batch = kv heads, heads = their query heads: views with stride 0, no repeated keys.
+        query = q[start:end].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+        key, value = (_window(cache, origin + low, high - low, 1, 0).transpose(0, 1).expand(-1, query.shape[1], -1, -1) for cache in (k, v))
+        part = scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal and maskless, scale=scale)
+        out[start:end].unflatten(1, (kv_heads, -1)).copy_(part.permute(2, 0, 1, 3))
+
+
+def _mask(base: int, start: int, end: int, low: int, high: int, window: int | None, causal: bool) -> Tensor:
+    """Which of the keys `low .. high - 1` the rows `start .. end - 1` see, bool."""
+    position, key = torch.arange(base + start, base + end)[:, None], torch.arange(low, high)
+    visible = position >= key if causal else None
+    if window is None:
+        assert visible is not None
+        return visible
+    recent = key > position - window
+    return recent if visible is None else recent.logical_and_(visible)
+
+
+def _lengths(seq_lens: Tensor, most: int) -> list[int]:
+    return [min(max(s, 0), most) for s in seq_lens.tolist()]
+
+
+def _origins(tables: Tensor, lows: list[int], lengths: list[int], pages: int, page_size: int) -> list[int] | None:
+    """Return the slot of key 0 of each sequence, supposing that its pages follow one another.
+
+    `tables` holds the pages of each sequence, or (B,) the first of consecutive ones.
+
+    Returns:
+        None if pages in use do not follow one another, or if a sequence is too long for this module.
+    """
+    if any(s - low > _MOST_KEYS for s, low in zip(lengths, lows, strict=True)):
+        return None
+    if tables.dim() == 1:
+        first: list[int] = tables.tolist()
+        inside = all(f >= 0 and f + s <= pages for f, s in zip(first, lengths, strict=True))
+        return first if inside else None
+    origins = []
+    columns = -(-max(lengths, default=0) // page_size)
+    for row, low, length in zip(tables[:, :columns].tolist(), lows, lengths, strict=True):
+        begin, end = low // page_size, -(-length // page_size)
+        if begin >= end:
+            origins.append(0)
+            continue
+        page = row[begin]
+        if page < 0 or page + end - begin > pages or row[begin:end] != list(range(page, page + end - begin)):
+            return None
+        origins.append((page - begin) * page_size)
+    return origins
