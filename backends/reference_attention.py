@@ -75,6 +75,15 @@ def flash_decode(
     batch_invariant: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend a few query tokens per sequence to a paged cache; the contract is `hal.ops.attention.FlashDecode`."""
+    if (
+        q_len == 1
+        and kv_layout == "NHD"
+        and (cu_seqlens_q is window is alibi_slopes is sinks is tree_mask is k_scale is v_scale is out is lse is None)
+        and not (softcap or return_lse or batch_invariant)
+    ):
+        done = views.decode_step(q, k_cache, v_cache, seq_lens, block_tables, scale)
+        if done is not None:
+            return done
     extras = (alibi_slopes, sinks, tree_mask, k_scale, v_scale, lse)
     if views.plain(q, k_cache, v_cache, kv_layout, softcap, extras, out, return_lse, batch_invariant):
         done = views.decode(q, k_cache, v_cache, seq_lens, block_tables, q_len, cu_seqlens_q, scale, window, out)

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from hal.backends.reference_limits import on_host
 
-__all__ = ["decode", "plain", "prefill"]
+__all__ = ["decode", "decode_step", "plain", "prefill"]
 
 #: Query rows that share one mask, and the entries of that mask.
 _TILE_ROWS, _MASK_ENTRIES = 256, 2**20
@@ -79,23 +79,38 @@ def decode(
         return None
     slots = [o + low for o, low in zip(origins, lows, strict=True)]
     counts = [s - low for s, low in zip(lengths, lows, strict=True)]
-    result = _decode_at_once(q, k_cache, v_cache, slots, counts, scale)
-    if result is None:
-        result = _decode_one_by_one(q, k_cache, v_cache, slots, counts, scale)
+    result = _decode_one_by_one(q, k_cache, v_cache, slots, counts, scale)
     return result if out is None else out.copy_(result)
 
 
-def _decode_at_once(q: Tensor, k: Tensor, v: Tensor, slots: list[int], counts: list[int], scale: float | None) -> Tensor | None:
-    """One call for all sequences if they have equally many keys, evenly spaced in the cache; else None."""
-    sequences, count = len(slots), counts[0] if counts else 0
-    step = slots[1] - slots[0] if sequences > 1 else 0
-    if not count or step < 0 or any(c != count for c in counts) or any(s != slots[0] + i * step for i, s in enumerate(slots)):
+def decode_step(q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor, block_tables: Tensor, scale: float | None) -> Tensor | None:
+    """Serve the common decode step, one token of each sequence and no option, in as few calls as possible.
+
+    Python costs more than the attention of a short context. None unless the sequences are of one length and their
+    pages follow one another at even distances in NHD caches, as an engine lays them out that allocates per sequence.
+    """
+    if not (q.is_cpu and k_cache.dtype == q.dtype and k_cache.is_contiguous() and v_cache.is_contiguous() and q.shape[0]):
         return None
-    kv_heads = k.shape[2]
-    key, value = (_window(cache, slots[0], count, sequences, step) for cache in (k, v))
+    lengths = seq_lens.tolist()
+    pages, page_size, kv_heads, dim = k_cache.shape
+    sequences, count, width = len(lengths), lengths[0], block_tables.shape[1]
+    if not 0 < count <= min(width * page_size, _MOST_KEYS) or lengths.count(count) != sequences or v_cache.shape[3] != dim:
+        return None
+    columns = -(-count // page_size)
+    rows = (block_tables if width <= 2 * columns else block_tables[:, :columns]).tolist()
+    first = rows[0][0]
+    step = rows[1][0] - first if sequences > 1 else columns
+    if first < 0 or step < columns or first + (sequences - 1) * step + columns > pages:
+        return None
+    for page, row in enumerate(rows):
+        if row[:columns] != list(range(first + page * step, first + page * step + columns)):
+            return None
+    by_slot = kv_heads * dim
+    shape, strides = (sequences, kv_heads, count, dim), (step * page_size * by_slot, dim, by_slot, 1)
+    key = k_cache.as_strided(shape, strides, k_cache.storage_offset() + first * page_size * by_slot)
+    value = v_cache.as_strided(shape, strides, v_cache.storage_offset() + first * page_size * by_slot)
     # The query heads of a group take the place of query rows: each key is read once.
-    query = q.unflatten(1, (kv_heads, -1))
-    return scaled_dot_product_attention(query, key, value, scale=scale).reshape(q.shape)
+    return scaled_dot_product_attention(q.view(sequences, kv_heads, -1, dim), key, value, scale=scale).reshape(q.shape)
 
 
 def _window(cache: Tensor, slot: int, count: int, sequences: int, step: int) -> Tensor:
@@ -162,12 +177,28 @@ def _blocks(
     origins = _origins(tables, lows, lengths, k.shape[0], k.shape[1])
     if origins is None:
         return None
+    if window is None and out is None and counts and lengths == counts and sum(counts) == q.shape[0]:
+        fresh = _fresh_prompts(q, k, v, counts, origins, scale, causal)
+        if fresh is not None:
+            return fresh
     result = torch.zeros_like(q, memory_format=torch.contiguous_format) if out is None else out.zero_()
     for start, n, length, origin in zip(offsets[:-1], counts, lengths, origins, strict=True):
         if n and length:
             rows = slice(start, start + n)
             _attend_block(q[rows], k, v, result[rows], origin, length, scale, window, causal)
     return result
+
+
+def _fresh_prompts(q: Tensor, k: Tensor, v: Tensor, counts: list[int], origins: list[int], scale: float | None, causal: bool) -> Tensor | None:
+    """Attend prompts of one length without a past, evenly spaced in the cache, in one call; None for others."""
+    sequences, n = len(counts), counts[0]
+    step = origins[1] - origins[0] if sequences > 1 else 0
+    if not n or counts.count(n) != sequences or step < 0 or any(o != origins[0] + i * step for i, o in enumerate(origins)):
+        return None
+    key, value = (_window(cache, origins[0], n, sequences, step) for cache in (k, v))
+    query = q.view(sequences, n, *q.shape[1:]).transpose(1, 2)
+    result = scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scale, enable_gqa=True)
+    return result.transpose(1, 2).reshape(q.shape)
 
 
 def _attend_block(

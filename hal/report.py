@@ -98,11 +98,14 @@ class Report:
         lines = [f"{self.op} on {self.device}: {self.chosen or 'nothing can serve it'}", f"  decided by {self.choice.source}"]
         if self.choice.reason:
             lines.append(f"  because {self.choice.reason}")
-        for c in self.candidates:
+        for c in (c for c in self.candidates if c.listed):
             mark = "runs" if c.backend == self.chosen else "available" if not c.reasons else "rejected"
             notes = [word for word, on in (("depends on the call", c.gated and self.call is None), ("waits for the device", c.host_sync)) if on]
             lines.append(f"  {c.backend}: {mark}" + (f" ({', '.join(notes)})" if notes else ""))
             lines += [f"    {reason}" for reason in c.reasons]
+        others = [c.backend for c in self.candidates if not c.listed]
+        if others:
+            lines.append(f"  not asked for: {', '.join(others)}")
         return "\n".join(lines)
 
 

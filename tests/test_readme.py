@@ -7,6 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+
+from hal.config_file import load
+from hal.ops import OPS
 
 ROOT = Path(__file__).parents[1]
 spec = importlib.util.spec_from_file_location("hal_readme", ROOT / "tests" / "readme.py")
@@ -20,12 +24,39 @@ def test_generated_parts_are_current():
     assert readme.README.read_text() == readme.renewed(readme.README.read_text()), "run: python tests/readme.py --write"
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
 def test_files_that_documents_name_exist(document):
     text = (ROOT / document).read_text()
     links = set(re.findall(r"\]\(([\w./-]+)\)", text)) | set(re.findall(r"`((?:hal|backends|kernels|tests|docs|configs)/[\w./-]+)`", text))
     assert links
     assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def block(language: str, containing: str) -> str:
+    """The one code block of the README in that language with that text."""
+    (found,) = [b for b in re.findall(rf"```{language}\n(.*?)```", readme.README.read_text(), re.DOTALL) if containing in b]
+    return found
+
+
+def test_config_of_the_readme_is_valid(tmp_path):
+    path = tmp_path / "my-box.yaml"
+    path.write_text(block("yaml", "my-box"))
+    config = load(path, backends=["reference", "triton"], ops=list(OPS))
+    assert config.choice("flash_decode").explicit
+    assert not config.choice("merge_states").explicit
+    assert (config.fallback, config.choice("write_kv").reason) == ("error", "measured on our cards")
+
+
+def test_transformers_lines_of_the_readme_run(tmp_path):
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes)).save_pretrained(tmp_path)
+    ids = torch.tensor([[3, 4, 5]])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "min_new_tokens": 4}
+    scope = {"AutoModelForCausalLM": AutoModelForCausalLM, "name": str(tmp_path), "inputs": inputs}
+    exec(block("python", "hal_transformers"), scope)
+    assert tuple(scope["output"].shape) == (1, 7)  # type: ignore[attr-defined]
 
 
 def test_make_targets_of_the_readme_exist():

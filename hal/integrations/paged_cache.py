@@ -66,6 +66,7 @@ class PagedCache(Cache):
         self._max_length = max_length or 0
         self._paged: dict[int, _Layer] = {}
         self._steps: dict[torch.device, Steps] = {}
+        self._specs: dict[tuple[int, int, torch.dtype, int, torch.device], KVCacheSpec] = {}
         self._page_size = 0
         self._handed: int | None = None
         self._plans = backend.explain("plan_decode").chosen is not None
@@ -152,7 +153,7 @@ class PagedCache(Cache):
         return layer, steps.step
 
     def plan(self, layer: _Layer, step: Step, num_heads: int, window: int | None) -> Any:
-        """Return the plan of this step for layers of these facts, made once; None if no backend plans."""
+        """Return the plan of this step for layers of these facts, made once; None if no backend plans, or to no effect."""
         if not self._plans:
             return None
         spec = layer.spec
@@ -174,10 +175,14 @@ class PagedCache(Cache):
             )
             steps.plans[facts] = (plan, steps.length)
             self.counts["plan_decode"] += 1
+            self._plans = plan.data is not None  # a backend whose plans hold nothing gains nothing from them
         return plan
 
     def _add_layer(self, layer_idx: int, key: Tensor, value: Tensor) -> _Layer:
-        spec = self.backend.kv_cache_spec(key.shape[1], key.shape[3], self.kv_dtype or key.dtype, head_dim_v=value.shape[3], device=key.device)
+        facts = (key.shape[1], key.shape[3], self.kv_dtype or key.dtype, value.shape[3], key.device)
+        spec = self._specs.get(facts)
+        if spec is None:
+            spec = self._specs[facts] = self.backend.kv_cache_spec(*facts[:3], head_dim_v=facts[3], device=facts[4])
         self._page_size = self._page_size or spec.page_size
         if spec.page_size != self._page_size:
             found = f"of layer {layer_idx} wants pages of {spec.page_size} slots"
