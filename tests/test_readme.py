@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,13 +51,13 @@ def test_config_of_the_readme_is_valid(tmp_path):
 def test_transformers_lines_of_the_readme_run(tmp_path):
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes)).save_pretrained(tmp_path)
     ids = torch.tensor([[3, 4, 5]])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "min_new_tokens": 4}
-    scope = {"AutoModelForCausalLM": AutoModelForCausalLM, "name": str(tmp_path), "inputs": inputs}
+    scope: dict[str, Any] = {"AutoModelForCausalLM": AutoModelForCausalLM, "name": str(tmp_path), "inputs": inputs}
     exec(block("python", "hal_transformers"), scope)
-    assert tuple(scope["output"].shape) == (1, 7)  # type: ignore[attr-defined]
+    assert tuple(scope["output"].shape) == (1, 7)
 
 
 def test_make_targets_of_the_readme_exist():
