@@ -11,7 +11,8 @@ run: $(READY)  ## generate text with a real model, every attention call served b
 	$(PY) -m hal generate "$(PROMPT)" --stats
 
 test: $(READY)  ## unit tests, then the conformance suite on both built-in backends
-	$(PY) -m pytest -q tests
+	$(PY) -m pytest -q tests --ignore tests/kernels
+	TRITON_INTERPRET=1 $(PY) -m pytest -q tests/kernels
 	$(PY) -m hal conformance --backend reference
 	TRITON_INTERPRET=1 $(PY) -m hal conformance --backend triton
 

@@ -71,8 +71,9 @@ def _write_plain(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, s
     pages, page_size, heads, head_dim = k_cache.shape
     if not rows or min(slots) < 0 or max(slots) >= pages * page_size:
         return False
-    k_cache.view(-1, heads, head_dim).index_copy_(0, slot_mapping, key)
-    v_cache.view(-1, heads, v_cache.shape[3]).index_copy_(0, slot_mapping, value)
+    slots_64 = slot_mapping.long()
+    k_cache.view(-1, heads, head_dim).index_copy_(0, slots_64, key)
+    v_cache.view(-1, heads, v_cache.shape[3]).index_copy_(0, slots_64, value)
     return True
 
 

@@ -154,6 +154,7 @@ def conformance(
     backend: Annotated[str, typer.Option("--backend", "-b", help="Backend under test.")],
     device: Annotated[str | None, typer.Option("--device", "-d", help="Such as cuda:0; default cuda if there is one, else cpu.")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the full report there.")] = None,
+    markdown_path: Annotated[Path | None, typer.Option("--markdown", metavar="FILE", help="Write a short summary there.")] = None,
     waivers: Annotated[Path | None, typer.Option("--waivers", metavar="FILE", help="YAML list of known failures, with reason and link.")] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Seed of the random inputs.")] = None,
     keyword: Annotated[str | None, typer.Option("-k", metavar="EXPR", help="Run only the cases that pytest's -k would select.")] = None,
@@ -165,7 +166,7 @@ def conformance(
     _need("conformance", "pytest", "hypothesis")
     from hal.conformance.run import run
 
-    status = run(backend, device=device, json_path=json_path, waivers=waivers, seed=seed, keyword=keyword)
+    status = run(backend, device=device, json_path=json_path, markdown_path=markdown_path, waivers=waivers, seed=seed, keyword=keyword)
     raise typer.Exit(_EXIT.get(status, 1))
 
 

@@ -168,9 +168,25 @@ def test_conformance_hands_its_options_on(run: Run, monkeypatch: pytest.MonkeyPa
 
     fake.run = suite  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "hal.conformance.run", fake)
-    ran = run("conformance", "--backend", "acme", "--device", "cpu", "--json", "r.json", "--waivers", "w.yaml", "--seed", "7", "-k", "decode")
+    ran = run(
+        "conformance",
+        "--backend",
+        "acme",
+        "--device",
+        "cpu",
+        "--json",
+        "r.json",
+        "--markdown",
+        "r.md",
+        "--waivers",
+        "w.yaml",
+        "--seed",
+        "7",
+        "-k",
+        "decode",
+    )
     assert ran.code == code
-    options = {"device": "cpu", "json_path": Path("r.json"), "waivers": Path("w.yaml"), "seed": 7, "keyword": "decode"}
+    options = {"device": "cpu", "json_path": Path("r.json"), "markdown_path": Path("r.md"), "waivers": Path("w.yaml"), "seed": 7, "keyword": "decode"}
     assert calls == [("acme", options)]
 
 
@@ -179,7 +195,7 @@ def test_conformance_has_the_signature_that_is_called() -> None:
 
     from hal.conformance.run import run as suite
 
-    assert list(inspect.signature(suite).parameters) == ["backend", "device", "json_path", "waivers", "seed", "keyword"]
+    assert list(inspect.signature(suite).parameters) == ["backend", "device", "json_path", "markdown_path", "waivers", "seed", "keyword"]
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--hal-backend", metavar="NAME", help="backend under test")
     group.addoption("--hal-device", metavar="DEVICE", help="device of all tensors (default: cuda if there is one, else cpu)")
     group.addoption("--hal-json", metavar="PATH", type=Path, help="write the report there")
+    group.addoption("--hal-markdown", metavar="PATH", type=Path, help="write a short summary there")
     group.addoption("--hal-waivers", metavar="PATH", type=Path, help="waiver file in addition to the one of the suite")
     group.addoption("--hal-seed", metavar="N", type=int, default=0, help="seed of the suite (default 0)")
     group.addoption("--hal-require-gpu", action="store_true", help="a machine without a CUDA device is an error")
@@ -173,10 +174,10 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         run.full = False
     if run.problems():
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-    if run.json_path is not None:
-        from hal.conformance.report import write_json
+    if run.json_path is not None or run.markdown_path is not None:
+        from hal.conformance.report import write
 
-        write_json(run, run.json_path)
+        write(run, run.json_path, run.markdown_path)
 
 
 def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:

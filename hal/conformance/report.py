@@ -1,13 +1,9 @@
-"""The report of a run: JSON for machines, Markdown for people.
-
-python -m hal.conformance.report report.json > report.md
-"""
+"""The report of a run: JSON for machines, Markdown for people."""
 
 from __future__ import annotations
 
 import json
 import platform
-import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,7 +14,7 @@ from hal.conformance.session import Session
 from hal.conformance.waivers import CONDITIONS
 from hal.version import API_VERSION, CONTRACT_VERSION, __version__
 
-__all__ = ["markdown", "to_dict", "write_json"]
+__all__ = ["markdown", "rows", "to_dict", "write"]
 
 #: Distributions whose versions every report names when they are installed; a backend's own come on top.
 _LIBRARIES = ("torch", "triton", "ixformer", "numpy", "hypothesis", "pytest")
@@ -82,9 +78,13 @@ def to_dict(session: Session) -> dict[str, Any]:
     }
 
 
-def write_json(session: Session, path: Path) -> None:
-    """Write the report to `path`."""
-    path.write_text(json.dumps(to_dict(session), indent=1) + "\n")
+def write(session: Session, json_path: Path | None, markdown_path: Path | None) -> None:
+    """Write the report as JSON, as Markdown, or both."""
+    report = to_dict(session)
+    if json_path is not None:
+        json_path.write_text(json.dumps(report, indent=1) + "\n")
+    if markdown_path is not None:
+        markdown_path.write_text(markdown(report))
 
 
 def rows(session: Session) -> list[tuple[str, ...]]:
@@ -123,7 +123,3 @@ def markdown(report: dict[str, Any]) -> str:
     if report["problems"]:
         lines += ["", "Problems:", ""] + [f"- {p}" for p in report["problems"]]
     return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(markdown(json.loads(Path(sys.argv[1]).read_text())), end="")

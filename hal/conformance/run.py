@@ -17,6 +17,7 @@ def run(
     *,
     device: str | None = None,
     json_path: Path | None = None,
+    markdown_path: Path | None = None,
     waivers: Path | None = None,
     seed: int | None = None,
     keyword: str | None = None,
@@ -27,6 +28,7 @@ def run(
         backend: name of the backend under test.
         device: where all tensors live; default cuda if there is one, else cpu.
         json_path: where to write the report.
+        markdown_path: where to write a short summary.
         waivers: waiver file in addition to the one that ships.
         seed: seed of the suite; default 0.
         keyword: run only cases that match, as with `pytest -k`.
@@ -42,7 +44,8 @@ def run(
     args += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # this process may have imported parts of the suite already
     if not any(entry.name == _ENTRY for entry in entry_points(group="pytest11")):
         args += ["-p", _MODULE]
-    options = {"--hal-device": device, "--hal-json": json_path, "--hal-waivers": waivers, "--hal-seed": seed, "-k": keyword}
+    paths = {"--hal-json": json_path, "--hal-markdown": markdown_path, "--hal-waivers": waivers}
+    options = {"--hal-device": device, **paths, "--hal-seed": seed, "-k": keyword}
     args += ["--hal-backend", backend]
     for option, value in options.items():
         if value is not None:

@@ -47,6 +47,7 @@ class Session:
     waivers: tuple[Waiver, ...]
     require_gpu: bool = False
     json_path: Path | None = None
+    markdown_path: Path | None = None
     results: dict[str, Result] = field(default_factory=dict)
     collected: dict[str, str] = field(default_factory=dict)  #: case -> op
     full: bool = False

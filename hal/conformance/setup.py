@@ -44,7 +44,7 @@ def prepare(options: argparse.Namespace) -> Session:
 
     spec = _spec(name)
     subject = Subject(name, device, options.hal_seed, build, frozenset(spec.implementations))
-    return Session(subject, waivers, options.hal_require_gpu, options.hal_json)
+    return Session(subject, waivers, options.hal_require_gpu, options.hal_json, options.hal_markdown)
 
 
 def _spec(name: str) -> BackendSpec:

@@ -226,7 +226,6 @@ def test_rounding_is_half_to_even_and_saturates(hal_subject: Subject, kv: str) -
     """Ties between neighbouring values, values beyond the range, infinities and signed zeros, bit for bit."""
     dtype = DTYPES[kv]
     values = torch.unique(decode_codes(torch.arange(256, dtype=torch.int16).to(torch.uint8), dtype).nan_to_num(0.0, 0.0, 0.0))
-    values = values[values.abs() <= QMAX[dtype]]
     ties = (values[1:] + values[:-1]) / 2
     beyond = torch.tensor([QMAX[dtype] * 1.01, QMAX[dtype] * 8, -QMAX[dtype] * 1.01, -QMAX[dtype] * 8, math.inf, -math.inf])
     wanted = torch.cat([ties, beyond.double(), torch.zeros(1, dtype=torch.float64)])
@@ -239,8 +238,6 @@ def test_rounding_is_half_to_even_and_saturates(hal_subject: Subject, kv: str) -
     hal_subject.call("write_kv", write.args)
     for which, cache in (("k", write.pair.k), ("v", write.pair.v)):
         got = torch.stack([slot(cache, "NHD", which, s) for s in slots]).cpu()
-        if kv == "int8":  # saturation may end at -127 or -128
-            got = got.view(torch.int8).clamp_min(-127).view(torch.uint8)
         assert_same_bits(f"stored codes of {which}", got, nearest_codes(wanted, dtype))
 
 
