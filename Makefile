@@ -27,9 +27,9 @@ compile: $(READY)  ## every (kernel, dtype) ahead of time for sm_80, sm_90 and g
 	$(PY) tests/aot/compile_kernels.py
 
 bench: $(READY)  ## cost of a dispatched call over a direct one
-	$(PY) tests/bench/overhead.py
+	$(PY) tests/bench/overhead.py --check
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml $(CONSTRAINTS)
 	test -x $(PY) || $(PYTHON) -m venv .venv
 	$(PY) -m pip install -q --upgrade pip "setuptools>=77"
 	$(PY) -m pip install -q -c $(CONSTRAINTS) -e ".[triton,transformers,dev]"

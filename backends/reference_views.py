@@ -18,6 +18,8 @@ from hal.backends.reference_limits import on_host
 
 __all__ = ["decode", "decode_step", "plain", "prefill"]
 
+#: Whether this torch attends to grouped heads by itself.
+_GROUPED = tuple(int(x) for x in torch.__version__.split(".")[:2]) >= (2, 5)
 #: Query rows that share one mask, and the entries of that mask.
 _TILE_ROWS, _MASK_ENTRIES = 256, 2**20
 #: Keys of a row above which PyTorch's fp32 sums come too close to the tolerance (measured: 1.1e-5 at 2**16, 2.1e-5 at 2**17).
@@ -177,7 +179,7 @@ def _blocks(
     origins = _origins(tables, lows, lengths, k.shape[0], k.shape[1])
     if origins is None:
         return None
-    if window is None and out is None and counts and lengths == counts and sum(counts) == q.shape[0]:
+    if _GROUPED and window is None and out is None and counts and lengths == counts and sum(counts) == q.shape[0]:
         fresh = _fresh_prompts(q, k, v, counts, origins, scale, causal)
         if fresh is not None:
             return fresh

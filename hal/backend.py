@@ -17,7 +17,7 @@ from hal.config import Choice, Config, Source
 from hal.detect import default_device, detect
 from hal.device import probe
 from hal.dispatch import Observer, bind, facts_of
-from hal.errors import UnknownBackendError, nearest
+from hal.errors import ResolutionError, UnknownBackendError, nearest
 from hal.kv_cache import KVCacheSpec, kv_cache_spec
 from hal.ops import OPS, find_op
 from hal.ops.attention import FlashDecode, FlashPrefill, MergeStates, PlanDecode
@@ -71,7 +71,7 @@ class Backend:
         """
         contract = find_op(op, "explain")
         if not args and not kwargs:
-            return self._resolver.explain(contract, default_device() if device is None else probe(torch.device(device)))
+            return self._resolver.explain(contract, default_device() if device is None else probe(device))
         tensor, facts = facts_of(contract, args, kwargs)
         return self._resolver.explain(contract, probe(tensor.device), facts)
 
@@ -93,11 +93,16 @@ class Backend:
 
         Returns:
             Layout, page size, and shapes for a number of pages.
+
+        Raises:
+            ArgumentError: a size or the dtype is not one of a KV cache, or there is no such device.
+            ResolutionError: no permitted backend serves `flash_decode` there.
         """
         report = self.explain("flash_decode", device=device)
-        chosen = report.chosen or report.choice.backends[-1]
-        preference: KVCachePreference = self._resolver.registry.backends[chosen].spec.kv_cache
-        return kv_cache_spec(chosen, preference, num_kv_heads, head_dim, dtype, head_dim_v)
+        if report.chosen is None:
+            raise ResolutionError(f"kv_cache_spec: no permitted backend serves flash_decode\n{report}", report)
+        preference: KVCachePreference = self._resolver.registry.backends[report.chosen].spec.kv_cache
+        return kv_cache_spec(report.chosen, preference, num_kv_heads, head_dim, dtype, head_dim_v)
 
     def warmup(self, op: str, specs: Sequence[Mapping[str, Any]], *, device: torch.device | str | None = None) -> list[Report]:
         """Call `op` once for each spec, so that kernels are compiled and CUDA graph capture of that signature may follow.
@@ -110,9 +115,13 @@ class Backend:
 
         Returns:
             One report for each spec.
+
+        Raises:
+            ArgumentError: a spec names an argument that the op does not have, or is outside the contract.
+            ResolutionError: no permitted backend serves it.
         """
         contract = find_op(op, "warmup")
-        where = default_device() if device is None else probe(torch.device(device))
+        where = default_device() if device is None else probe(device)
         return warmup(contract, getattr(self, contract.name), self.explain, specs, where)
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -130,7 +139,7 @@ class Backend:
 
 _lock = threading.RLock()
 _registry: Registry | None = None
-_backends: dict[Any, Backend] = {}
+_backends: dict[Any, tuple[Backend, object]] = {}  # with the config asked for, whose id is part of the key
 _default: Backend | None = None
 _active: ContextVar[Backend | None] = ContextVar("hal_backend", default=None)
 
@@ -171,12 +180,11 @@ def get_backend(backend: str | os.PathLike[str] | None = None, *, config: str | 
         return _default
     if backend is not None and config is None and _is_path(backend):
         backend, config = None, backend
-    # A Config is kept alive by its backend, so its id stays its own.
     key = (backend, id(config) if isinstance(config, Config) else None if config is None else os.path.abspath(config))
     with _lock:
         if key not in _backends:
-            _backends[key] = _build(None if backend is None else os.fspath(backend), config)
-        return _backends[key]
+            _backends[key] = _build(None if backend is None else os.fspath(backend), config), config
+        return _backends[key][0]
 
 
 def build_backend(name: str | None, *, config: str | os.PathLike[str] | Config | None = None, observe: Observer | None = None) -> Backend:
@@ -190,7 +198,7 @@ def use_backend(backend: str | os.PathLike[str] | Config | Backend) -> Iterator[
     """Make `get_backend()` return another backend inside a `with` block, in this thread or task only.
 
     Args:
-        backend: a backend's name, a config (path, name of a shipped one by `Config`), or a `Backend`.
+        backend: a backend's name, the path of a config file, a `hal.Config`, or a `Backend`.
     """
     if isinstance(backend, Backend):
         chosen = backend

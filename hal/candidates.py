@@ -20,7 +20,7 @@ from packaging.version import InvalidVersion, Version
 from hal.device import DeviceInfo
 from hal.ops import Op
 from hal.reasons import Reason, ReasonCode
-from hal.spec import BackendSpec, Gate, Implementation, Package, Requires
+from hal.spec import BackendSpec, Gate, Implementation, Package, Requires, Symbol
 from hal.version import API_VERSION
 
 __all__ = ["Static", "judge", "package_version"]
@@ -117,16 +117,29 @@ def _package(package: Package, window: str) -> tuple[str, list[Reason]]:
     return found, [Reason(ReasonCode.VERSION, f"{package.name} is {found}; needed {window}", fix)]
 
 
-def _symbol_reasons(symbol: str) -> list[Reason]:
-    module, _, attribute = symbol.partition(":")
+def _symbol_reasons(symbol: Symbol) -> list[Reason]:
+    module, _, attribute = symbol.name.partition(":")
+    other_release = "Another release of the vendor library may have it."
     try:
         owner = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        return [Reason(ReasonCode.SYMBOL_MISSING, f"module {module!r} does not exist here ({error})")]
+        return [Reason(ReasonCode.SYMBOL_MISSING, f"module {module!r} does not exist here ({error})", other_release)]
     except Exception as error:
         return [Reason(ReasonCode.LOAD_ERROR, f"importing {module} failed: {type(error).__name__}: {error}")]
-    if attribute and not hasattr(owner, attribute):
-        return [Reason(ReasonCode.SYMBOL_MISSING, f"{module} has no symbol {attribute!r}", "Another release of the vendor library may have it.")]
+    if not attribute:
+        return []
+    if not hasattr(owner, attribute):
+        return [Reason(ReasonCode.SYMBOL_MISSING, f"{module} has no symbol {attribute!r}", other_release)]
+    if not symbol.parameters:
+        return []
+    try:
+        found = inspect.signature(getattr(owner, attribute)).parameters
+    except (TypeError, ValueError) as error:
+        return [Reason(ReasonCode.SIGNATURE, f"{symbol.name} has no readable signature: {error}")]
+    missing = [name for name in symbol.parameters if name not in found]
+    if missing:
+        text = f"{symbol.name} does not take {', '.join(missing)}; it takes {', '.join(found) or 'nothing'}"
+        return [Reason(ReasonCode.SIGNATURE, text, other_release)]
     return []
 
 

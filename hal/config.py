@@ -66,8 +66,10 @@ class Config:
         default: choice for every op that `ops` does not name.
         ops: op name -> choice.
         fallback: what happens when the reference stands in for another backend of a chain.
-        validate: `off` checks nothing; `first` checks shapes, dtypes, devices and strides once per distinct signature
-            and values of CPU tensors on each call; `always` reads values on every device, outside graph capture.
+        validate: shapes, dtypes, devices and strides are checked once per distinct signature, which holds all that
+            those checks look at; `off` leaves that out for ops whose backends have no gates. Values inside tensors:
+            `off` reads none, `first` those of CPU tensors on each call, `always` those on every device, outside
+            graph capture.
         versions: package -> version window that replaces the backend's own.
         disabled: backends left out.
     """

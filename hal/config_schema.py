@@ -162,7 +162,9 @@ class ConfigModel(_Model):
     )
     fallback: Fallback = Field(default="warn", description="What happens when the reference stands in for another backend of a chain.")
     validate_: Annotated[Validate, BeforeValidator(_off_as_text)] = Field(
-        default="first", alias="validate", description="How often arguments are checked: always, once per signature, never."
+        default="first",
+        alias="validate",
+        description="Which values inside tensors are read: of all tensors (always), of CPU tensors (first), none (off).",
     )
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from hal.errors import ArgumentError
+
 __all__ = ["DeviceInfo", "local_devices", "probe"]
 
 
@@ -22,7 +24,7 @@ class DeviceInfo:
         vendor: `cpu`, `nvidia`, `iluvatar`, `amd` or `unknown`.
         name: what the driver calls it.
         arch: (major, minor) compute capability, None on the CPU.
-        multiprocessors: streaming multiprocessors; CPU cores on the CPU.
+        multiprocessors: streaming multiprocessors; torch's threads on the CPU.
         memory_bytes: device memory in bytes, 0 if unknown.
     """
 
@@ -43,12 +45,27 @@ class DeviceInfo:
         return f"{self.type}:{self.index} {self.name}{arch}" if self.type != "cpu" else f"cpu {self.name}".rstrip()
 
 
-def probe(device: torch.device) -> DeviceInfo:
-    """Return the facts about `device`; a `cuda` device without an index means the current one."""
-    index = device.index
-    if index is None:
-        index = torch.cuda.current_device() if device.type == "cuda" else 0
-    return _probe(device.type, index)
+def probe(device: torch.device | str) -> DeviceInfo:
+    """Return the facts about `device`, such as `cpu` or `cuda:1`; `cuda` without an index means the current one.
+
+    Raises:
+        ArgumentError: it is no device, or this machine does not have it.
+    """
+    if not isinstance(device, torch.device):
+        try:
+            device = torch.device(device)
+        except (RuntimeError, TypeError):
+            raise ArgumentError("probe", "device", f"is {device!r}", _local_names()) from None
+    if device.type != "cuda":
+        return _probe(device.type, device.index or 0)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count or (device.index or 0) >= count:
+        raise ArgumentError("probe", "device", f"is {device}, which this machine does not have", _local_names())
+    return _probe("cuda", torch.cuda.current_device() if device.index is None else device.index)
+
+
+def _local_names() -> str:
+    return ", ".join(f"{d.type}:{d.index}" if d.type != "cpu" else "cpu" for d in local_devices())
 
 
 @cache

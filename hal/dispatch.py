@@ -6,6 +6,7 @@ pure function of that tuple, so a hit may skip it. Pluggy, the environment and Y
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -39,16 +40,25 @@ def bind(op: Op, resolver: Resolver, validate: Validate, observe: Observer | Non
 def _bind_direct(op: Op, resolver: Resolver, keyed: Callable[..., Any]) -> Callable[..., Any]:
     """Without checks and gates, who serves depends on the device alone."""
     first = next(iter(op.parameters.parameters))
-    table: dict[torch.device, Callable[..., Any]] = {}
+    table: dict[torch.device, Decision] = {}
 
     def direct(*args: Any, **kwargs: Any) -> Any:
+        try:
+            decision = table[(args[0] if args else kwargs[first]).device]
+        except (KeyError, AttributeError):
+            return start(args, kwargs)
+        try:
+            return decision.function(*args, **kwargs)
+        except Exception as error:
+            _annotate(error, decision.report)
+            raise
+
+    def start(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = keyed(*args, **kwargs)  # the first call of a device goes the whole way, capture check included
         device = (args[0] if args else kwargs[first]).device
-        run = table.get(device)
-        if run is not None:
-            return run(*args, **kwargs)
-        result = keyed(*args, **kwargs)  # the first call of a device goes the whole way
         decision = resolver.decide(op, probe(device), None)
-        table[device] = keyed if _waits(decision) else decision.function
+        if not _waits(decision):  # else every call has to look for a capture
+            table[device] = decision
         return result
 
     return _named(direct, op)
@@ -57,6 +67,7 @@ def _bind_direct(op: Op, resolver: Resolver, keyed: Callable[..., Any]) -> Calla
 def _bind_keyed(op: Op, resolver: Resolver, validate: Validate, observe: Observer | None) -> Callable[..., Any]:
     signature = op.signature
     cache: dict[Hashable, tuple[Callable[..., Any], Report]] = {}
+    lock = threading.Lock()
 
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -78,9 +89,10 @@ def _bind_keyed(op: Op, resolver: Resolver, validate: Validate, observe: Observe
             )
         decision = resolver.decide(op, probe(tensor.device), facts)
         entry = _wrap(decision, op, validate, tensor.device, observe), decision.report
-        if len(cache) >= _MOST_SIGNATURES:
-            cache.pop(next(iter(cache)), None)
-        cache[signature(*args, **kwargs)] = entry
+        with lock:  # threads may add signatures at the same time
+            if len(cache) >= _MOST_SIGNATURES:
+                del cache[next(iter(cache))]
+            cache[signature(*args, **kwargs)] = entry
         return entry
 
     return _named(call, op)

@@ -9,7 +9,7 @@ __all__ = ["Reason", "ReasonCode"]
 
 
 class ReasonCode(str, Enum):
-    """The closed list of reasons. The first eight are judged once, the others for each call signature."""
+    """The closed list of reasons. DTYPE, SHAPE, LAYOUT and FEATURE belong to a call; the others mostly to the machine or config."""
 
     NOT_INSTALLED = "NOT_INSTALLED"  #: a required package is not installed
     VERSION = "VERSION"  #: a package or the backend interface is outside the declared window

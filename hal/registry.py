@@ -15,10 +15,12 @@ from types import MappingProxyType
 from typing import Any
 
 import pluggy
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from hal.errors import PluginError, nearest
 from hal.ops import OPS
-from hal.spec import BackendSpec, HookSpec, Implementation, Requires
+from hal.ops.layouts import KV_LAYOUTS
+from hal.spec import BackendSpec, HookSpec, Implementation, Requires, Symbol
 
 __all__ = ["BUILTIN_BACKENDS", "ENTRY_POINT_GROUP", "REFERENCE", "BrokenPlugin", "Registered", "Registry", "discover"]
 
@@ -83,8 +85,10 @@ def discover(plugins: Iterable[str] | None = None) -> Registry:
             left_out.append(entry.name)
             continue
         try:
+            added = dict(backends)
             for spec in _load(entry):
-                _add(backends, spec, origin)
+                _add(added, spec, origin)
+            backends = added  # all of a plug-in or nothing
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -117,13 +121,30 @@ def _add(backends: dict[str, Registered], spec: Any, origin: str) -> None:
         raise PluginError(f"backend name {spec.name!r} is not a lower-case identifier")
     if spec.name in backends:
         raise PluginError(f"backend {spec.name!r} exists already, from {backends[spec.name].origin}; choose another name")
-    if not isinstance(spec.requires, Requires):
-        raise PluginError(f"backend {spec.name!r}: `requires` is {type(spec.requires).__name__}, not hal.Requires")
+    if spec.kv_cache.layout not in KV_LAYOUTS or spec.kv_cache.page_size < 1:
+        raise PluginError(f"backend {spec.name!r} prefers {spec.kv_cache}; layouts are {', '.join(KV_LAYOUTS)}, pages have a slot or more")
+    _check_requires(spec.name, spec.requires)
     for op, implementation in spec.implementations.items():
         if op not in OPS:
             raise PluginError(f"backend {spec.name!r} declares an unknown op {op!r};{nearest(op, OPS)} Ops are: {', '.join(OPS)}")
         if not isinstance(implementation, Implementation):
             raise PluginError(f"backend {spec.name!r}, op {op!r}: {type(implementation).__name__} is not hal.Implementation")
+        _check_requires(f"{spec.name}, op {op}", implementation.requires)
         if implementation.target.count(":") != 1:
             raise PluginError(f"backend {spec.name!r}, op {op!r}: target {implementation.target!r} is not 'package.module:function'")
     backends[spec.name] = Registered(spec, origin)
+
+
+def _check_requires(owner: str, requires: Any) -> None:
+    if not isinstance(requires, Requires):
+        raise PluginError(f"backend {owner!r}: `requires` is {type(requires).__name__}, not hal.Requires")
+    for package in requires.packages:
+        try:
+            SpecifierSet(package.versions)
+        except InvalidSpecifier:
+            raise PluginError(
+                f"backend {owner!r}: {package.versions!r} of package {package.name!r} is no version window such as '>=3.6,<4'"
+            ) from None
+    for symbol in requires.symbols:
+        if not isinstance(symbol, Symbol):
+            raise PluginError(f"backend {owner!r}: symbol {symbol!r} is {type(symbol).__name__}, not hal.Symbol")

@@ -25,7 +25,7 @@ import pluggy
 from hal.device import DeviceInfo
 from hal.reasons import Reason
 
-__all__ = ["BackendSpec", "Gate", "HookSpec", "Implementation", "KVCachePreference", "Package", "Requires"]
+__all__ = ["BackendSpec", "Gate", "HookSpec", "Implementation", "KVCachePreference", "Package", "Requires", "Symbol"]
 
 hookspec = pluggy.HookspecMarker("hal")
 
@@ -52,6 +52,19 @@ class Package:
 
 
 @dataclass(frozen=True)
+class Symbol:
+    """A function or module that a vendor library must have.
+
+    Attributes:
+        name: `"module:attribute"`, or `"module"`.
+        parameters: parameter names that the function must take; releases of one library may differ in them.
+    """
+
+    name: str
+    parameters: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Requires:
     """Static requirements; an empty field requires nothing. Those of a backend and of its implementations add up.
 
@@ -60,14 +73,14 @@ class Requires:
         vendors: values of `DeviceInfo.vendor`.
         min_arch: least compute capability, checked on devices that have one.
         packages: libraries with version windows.
-        symbols: `"module:attribute"` names that must exist in a vendor library.
+        symbols: what a vendor library must have.
     """
 
     devices: tuple[str, ...] = ()
     vendors: tuple[str, ...] = ()
     min_arch: tuple[int, int] | None = None
     packages: tuple[Package, ...] = ()
-    symbols: tuple[str, ...] = ()
+    symbols: tuple[Symbol, ...] = ()
 
 
 @dataclass(frozen=True)

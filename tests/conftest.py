@@ -19,9 +19,9 @@ SOURCE = Source("file", "test.yaml:3")
 
 @pytest.fixture(autouse=True)
 def fresh_hal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each test starts without HAL_* variables, backends or a default."""
+    """Each test starts without HAL_* variables (but for the models' folder), backends or a default."""
     for name in list(__import__("os").environ):
-        if name.startswith("HAL_"):
+        if name.startswith("HAL_") and name != "HAL_CACHE_DIR":
             monkeypatch.delenv(name)
     hal.backend.reset()
     yield

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import platform
 import re
 import sys
 from pathlib import Path
 
-import hal
+import hal.backend
 from hal.ops import OPS
 from hal.registry import BUILTIN_BACKENDS, discover
 
@@ -43,7 +44,7 @@ def output() -> str:
     printed = io.StringIO()
     with hal.use_backend(hal.backend.build_backend(None, config="cpu")), contextlib.redirect_stdout(printed):
         exec(compile(example(), "README.md", "exec"), {})
-    return printed.getvalue()
+    return printed.getvalue().replace(f"cpu {platform.machine()}", "cpu x86_64")
 
 
 def renewed(text: str) -> str:

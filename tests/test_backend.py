@@ -65,6 +65,26 @@ def test_config_object(states):
         hal.get_backend(config=bad)
 
 
+def test_each_config_object_has_its_own_backend():
+    import gc
+
+    source = Source("argument", "test")
+    for index in range(50):  # a freed config's id must not lead to its backend
+        config = Config(f"n{index}", source, Choice(("reference",), False, source), validate="off" if index % 2 else "first")
+        assert hal.get_backend("reference", config=config).config.validate == config.validate
+        assert hal.get_backend(config=config).config.name == f"n{index}"
+        del config
+        gc.collect()
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99", 3.5])
+def test_unknown_device_is_a_typed_error(device):
+    backend = hal.get_backend("reference")
+    for ask in (lambda: backend.explain("write_kv", device=device), lambda: backend.kv_cache_spec(1, 64, torch.float32, device=device)):
+        with pytest.raises(ArgumentError, match="`device` is .*cpu"):
+            ask()
+
+
 def test_use_backend_nests_and_restores(config_file):
     outer = hal.get_backend()
     with hal.use_backend("reference") as inner:

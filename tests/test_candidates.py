@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from hal import BackendSpec, Disabled, Implementation, Package, ReasonCode, Requires, ResolutionError, Source
+from hal import BackendSpec, Disabled, Implementation, Package, ReasonCode, Requires, ResolutionError, Source, Symbol
 from hal.candidates import judge
 from hal.device import DeviceInfo
 from hal.ops import OPS
@@ -106,7 +106,7 @@ def test_one_missing_symbol_costs_one_op(fake_backend, fake_module):
     symbols = {"merge_states": "vendorlib:merge", "plan_decode": "vendorlib:plan"}
     for missing, symbol in symbols.items():
         fake_module("vendorlib", **{s.partition(":")[2]: print for op, s in symbols.items() if op != missing})
-        declared = {op: Implementation(f"fake_fast:{op}", Requires(symbols=(s,))) for op, s in symbols.items()}
+        declared = {op: Implementation(f"fake_fast:{op}", Requires(symbols=(Symbol(s),))) for op, s in symbols.items()}
         spec = fake_backend("fast", implementations=declared)
         for op in symbols:
             found = reasons(spec, op=OPS[op])
@@ -114,6 +114,15 @@ def test_one_missing_symbol_costs_one_op(fake_backend, fake_module):
                 assert repr(symbol.partition(":")[2]) in only(found, ReasonCode.SYMBOL_MISSING)[1]
             else:
                 assert found == []
+
+
+def test_symbol_of_another_release_is_named_with_its_parameters(fake_backend, fake_module):
+    fake_module("vendorlib", norm=lambda x, weight, output=None, eps=1e-6: None)
+    for parameters, fails in ((("x", "eps"), False), (("x", "residual"), True)):
+        spec = fake_backend("fast", requires=Requires(symbols=(Symbol("vendorlib:norm", parameters),)))
+        found = reasons(spec)
+        assert bool(found) == fails
+    assert only(found, ReasonCode.SIGNATURE)[1] == "vendorlib:norm does not take residual; it takes x, weight, output, eps"
 
 
 def test_other_signature_is_named(fake_backend, fake_module):

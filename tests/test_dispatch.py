@@ -212,6 +212,47 @@ def test_signature_function_has_the_contracts_parameters(op):
     assert op.doc
 
 
+@pytest.mark.parametrize("validate", ["first", "off"])
+def test_every_path_attaches_the_resolution(fake_backend, make_hal, states, validate):
+    def sometimes(out_a, lse_a, out_b, lse_b, *, sinks=None, out=None, lse=None):
+        if sinks is not None:
+            raise RuntimeError("launch failed")
+
+    backend = make_hal(fake_backend("fast", function=sometimes), chain=("fast",), validate=validate)
+    backend.merge_states(*states)
+    with pytest.raises(RuntimeError) as caught:
+        backend.merge_states(*states, sinks=torch.zeros(4))
+    assert "fast: runs" in vars(caught.value)["__notes__"][0]
+
+
+GOOD_DECODE: dict[str, Any] = {"q_len": 1, "window": 1, "softcap": 0.0, "scale": 1.0, "return_lse": False, "batch_invariant": False}
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"q_len": True}, {"q_len": 1.0}, {"window": True}, {"window": 1.0}, {"softcap": False}, {"scale": True}, {"scale": float("nan")},
+     {"return_lse": 0}, {"batch_invariant": 0}, {"k_scale": 1.0}, {"plan": 3}, {"tree_mask": [True]}],
+    ids=lambda bad: "-".join(f"{k}={v!r}" for k, v in bad.items()),
+)  # fmt: skip
+def test_equal_looking_arguments_get_their_own_verdict(bad):
+    """A good call first: what it leaves behind must not let a bad one through."""
+    q, cache = torch.randn(2, 4, 16), torch.randn(3, 4, 2, 16)
+    lens, tables = torch.tensor([3, 4], dtype=torch.int32), torch.tensor([[0], [2]], dtype=torch.int32)
+    backend = hal.get_backend("reference")
+    backend.flash_decode(q, cache, cache, lens, tables, **GOOD_DECODE)
+    with pytest.raises(ArgumentError, match=f"`{next(iter(bad))}`"):
+        backend.flash_decode(q, cache, cache, lens, tables, **(GOOD_DECODE | bad))
+
+
+@pytest.mark.parametrize("scale", [-1.0, float("nan"), float("inf"), "x", True])
+def test_bad_scales_after_a_good_one(scale):
+    rows, cache = torch.randn(2, 2, 16), torch.zeros(3, 4, 2, 16, dtype=torch.int8)
+    backend = hal.get_backend("reference")
+    backend.write_kv(rows, rows, cache, cache.clone(), torch.tensor([0, 1]), k_scale=0.5, v_scale=0.5)
+    with pytest.raises(ArgumentError, match="`v_scale`"):
+        backend.write_kv(rows, rows, cache, cache.clone(), torch.tensor([0, 1]), k_scale=0.5, v_scale=scale)
+
+
 @pytest.mark.parametrize("validate", ["first", "always", "off"])
 def test_cpu_kernel_sees_contract_defaults(fake_backend, make_hal, states, validate):
     def record(out_a, lse_a, out_b, lse_b, *, sinks=None, out=None, lse=None):

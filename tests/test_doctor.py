@@ -41,7 +41,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, fake_registry: Callable[..., Regist
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(doctor, "local_devices", lambda: devices)
     monkeypatch.setattr(hal.detect, "local_devices", lambda: devices)
-    monkeypatch.setattr(hal.backend, "probe", lambda device: next(d for d in devices if (d.type, d.index) == (device.type, device.index or 0)))
+    monkeypatch.setattr(hal.backend, "probe", lambda device: next(d for d in devices if device in (d.type, f"{d.type}:{d.index}")))
     monkeypatch.setattr(hal.backend, "discover", lambda plugins: fake_registry((broken_plugin(),), ("other",)))
     return devices
 

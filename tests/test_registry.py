@@ -30,6 +30,16 @@ BROKEN = {
     "upper_case": (GOOD.replace('"acme"', '"Acme"'), "not a lower-case identifier"),
     "unknown_op": (GOOD.replace("acme", "other").replace('"merge_states":', '"merge_state":'), "did you mean 'merge_states'"),
     "bad_target": (GOOD.replace("acme", "other").replace("other_ops:merge_states", "other_ops.merge_states"), "not 'package.module:function'"),
+    "bad_layout": (
+        GOOD.replace("acme", "other").replace("})]", "}, kv_cache=hal.KVCachePreference('NDH'))]").replace("from hal", "import hal\nfrom hal"),
+        "layouts are NHD",
+    ),
+    "bad_window": (
+        GOOD.replace("acme", "other")
+        .replace("})]", "}, requires=hal.Requires(packages=(hal.Package('torch', '2.1'),)))]")
+        .replace("from hal", "import hal\nfrom hal"),
+        "no version window",
+    ),
     "absent_package": (None, "No module named 'absent_package'"),
 }
 

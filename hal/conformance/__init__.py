@@ -6,7 +6,12 @@
 | module          | duty                                                              |
 |-----------------|-------------------------------------------------------------------|
 | `plugin`        | pytest options and hooks; inert in other runs                     |
-| `session`       | outcomes of one run, and the verdict                              |
+| `run`           | the suite as a function, for the command line                     |
+| `setup`         | options -> the session                                            |
+| `session`       | outcomes of one run                                               |
+| `outcomes`      | the kinds of outcome, and the exceptions that carry them          |
+| `verdict`       | what a finished case amounts to                                   |
+| `terminal`      | the summary in the terminal                                       |
 | `waivers`       | known deviations, with reasons and links                          |
 | `report`        | JSON and Markdown                                                 |
 | `subject`       | the backend under test, observed                                  |

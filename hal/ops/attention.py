@@ -17,23 +17,13 @@ from torch import Tensor
 from hal.ops import attention_checks as checks
 from hal.ops.op import Op
 from hal.ops.plan import DecodePlan
+from hal.ops.signature import facts, number, scale_facts, types
 
 __all__ = ["FLASH_DECODE", "FLASH_PREFILL", "MERGE_STATES", "PLAN_DECODE"]
 
 
 _INDEX = torch.int32
 _grad_enabled = torch.is_grad_enabled  # one attribute look-up less on every call
-
-
-def _facts(t: Tensor | None) -> Hashable:
-    """What a signature holds of an optional tensor."""
-    return None if t is None else (t.shape, t.stride(), t.dtype, t.device)
-
-
-def _scale_facts(scale: float | Tensor | None) -> Hashable:
-    if isinstance(scale, Tensor):
-        return _facts(scale)
-    return None if scale is None else "float"
 
 
 class FlashDecode(Protocol):
@@ -137,12 +127,18 @@ def _flash_decode_signature(
     batch_invariant=False,
 ):
     # Runs on every call: flat, and only what a check or a gate reads. Most calls pass no optional tensor at all.
-    extras = None
+    extras: Hashable = None
     if not (cu_seqlens_q is alibi_slopes is sinks is tree_mask is k_scale is v_scale is out is lse is plan is None):
         extras = (
-            _facts(cu_seqlens_q), _facts(alibi_slopes), _facts(sinks), _facts(tree_mask), _scale_facts(k_scale), _scale_facts(v_scale),
-            _facts(out), _facts(lse), plan if plan is None else plan.token,
+            facts(cu_seqlens_q), facts(alibi_slopes), facts(sinks), facts(tree_mask), scale_facts(k_scale), scale_facts(v_scale),
+            facts(out), facts(lse), plan if plan is None else plan.token,
         )  # fmt: skip
+    # Equal numbers of other types are other arguments: True == 1 == 1.0.
+    if not (
+        q_len.__class__ is int and (window is None or window.__class__ is int) and softcap.__class__ is float
+        and return_lse.__class__ is batch_invariant.__class__ is bool
+    ):  # fmt: skip
+        extras = (extras, *types(q_len, window, softcap, return_lse, batch_invariant))
     # Where a check only compares, so does this: a bool hashes at once.
     device, kv_dtype = q.device, k_cache.dtype
     return (
@@ -151,7 +147,7 @@ def _flash_decode_signature(
         v_cache.shape, v_cache.stride(), v_cache.dtype is kv_dtype, v_cache.device == device,
         seq_lens.shape, seq_lens.is_contiguous(), seq_lens.dtype is _INDEX, seq_lens.device == device,
         block_tables.shape, block_tables.stride(), block_tables.dtype is _INDEX, block_tables.device == device,
-        q_len, kv_layout, scale, softcap, window, return_lse, batch_invariant, extras,
+        q_len, kv_layout, number(scale), softcap, window, return_lse, batch_invariant, extras,
         _grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad),
     )  # fmt: skip
 
@@ -235,9 +231,10 @@ def _flash_prefill_signature(
     batch_invariant=False,
 ):
     return (
-        _facts(q), _facts(k), _facts(v), _facts(cu_seqlens_q), _facts(seq_lens), _facts(block_tables), _facts(cu_seqlens_k),
-        max_q_len, causal, kv_layout, scale, softcap, window, return_lse, batch_invariant,
-        _facts(alibi_slopes), _facts(sinks), _facts(tree_mask), _scale_facts(k_scale), _scale_facts(v_scale), _facts(out), _facts(lse),
+        facts(q), facts(k), facts(v), facts(cu_seqlens_q), facts(seq_lens), facts(block_tables), facts(cu_seqlens_k),
+        max_q_len, causal, kv_layout, number(scale), softcap, window, return_lse, batch_invariant,
+        types(max_q_len, causal, softcap, window, return_lse, batch_invariant),
+        facts(alibi_slopes), facts(sinks), facts(tree_mask), scale_facts(k_scale), scale_facts(v_scale), facts(out), facts(lse),
         _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
     )  # fmt: skip
 
@@ -284,9 +281,9 @@ def _merge_states_signature(out_a, lse_a, out_b, lse_b, *, sinks=None, out=None,
         lse_a.shape, lse_a.stride(), lse_a.dtype, lse_a.device,
         out_b.shape, out_b.stride(), out_b.dtype, out_b.device,
         lse_b.shape, lse_b.stride(), lse_b.dtype, lse_b.device,
-        sinks if sinks is None else _facts(sinks),
-        out if out is None else _facts(out),
-        lse if lse is None else _facts(lse),
+        sinks if sinks is None else facts(sinks),
+        out if out is None else facts(out),
+        lse if lse is None else facts(lse),
         _grad_enabled() and (out_a.requires_grad or out_b.requires_grad or lse_a.requires_grad or lse_b.requires_grad),
     )  # fmt: skip
 
@@ -357,7 +354,8 @@ def _plan_decode_signature(
 ):
     return (
         seq_lens.shape, seq_lens.stride(), seq_lens.dtype, seq_lens.device, num_heads, num_kv_heads, head_dim, head_dim_v, page_size,
-        max_seq_len, q_len, _facts(cu_seqlens_q), window, kv_dtype, batch_invariant, out if out is None else out.token,
+        max_seq_len, q_len, facts(cu_seqlens_q), window, kv_dtype, batch_invariant, out if out is None else out.token,
+        types(num_heads, num_kv_heads, head_dim, head_dim_v, page_size, max_seq_len, q_len, window, batch_invariant),
     )  # fmt: skip
 
 

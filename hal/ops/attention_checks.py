@@ -314,6 +314,8 @@ def check_plan_decode(a: Arguments) -> PlanCall:
         check.device, sequences, a.num_heads, a.num_kv_heads, a.head_dim, head_dim_v, a.page_size, a.max_seq_len,
         q_len, a.window, a.kv_dtype if a.kv_dtype in QUANTISED else None, a.batch_invariant,
     )  # fmt: skip
+    if a.out is not None and not isinstance(a.out, DecodePlan):
+        raise check.fail("out", f"is {type(a.out).__name__}", "the result of plan_decode, or None")
     if a.out is not None and a.out.facts != facts:
         raise check.fail("out", f"is a plan for {a.out.facts}", "a plan of the same facts", "Leave it out to make a new plan.")
     return PlanCall(facts)

@@ -103,11 +103,11 @@ class Checker:
             raise self.fail(argument, f"is {value!r}", " | ".join(repr(c) for c in choices))
         return value
 
-    def no_grad(self, **tensors: Tensor | None) -> None:
+    def no_grad(self, **tensors: Any) -> None:
         """Refuse inputs that require grad while grad is enabled: no op here has a backward."""
         if torch.is_grad_enabled():
             for argument, value in tensors.items():
-                if value is not None and value.requires_grad:
+                if isinstance(value, Tensor) and value.requires_grad:
                     raise self.fail(
                         argument, "requires grad", "tensors that do not require grad (no backward exists)", "Use torch.no_grad() or .detach()."
                     )

@@ -13,6 +13,7 @@ from torch import Tensor
 from hal.ops.checks import FLOATS, Checker
 from hal.ops.layouts import check_caches, check_scale, token_scale_shape
 from hal.ops.op import Arguments, Op, TensorMeta
+from hal.ops.signature import scale_facts
 
 __all__ = ["WRITE_KV", "WriteKVCall"]
 
@@ -63,8 +64,8 @@ def _signature(key, value, k_cache, v_cache, slot_mapping, *, kv_layout="NHD", k
         k_cache.shape, k_cache.stride(), k_cache.dtype, k_cache.device,
         v_cache.shape, v_cache.stride(), v_cache.dtype, v_cache.device,
         slot_mapping.shape, slot_mapping.stride(), slot_mapping.dtype, slot_mapping.device, kv_layout,
-        (k_scale.shape, k_scale.stride(), k_scale.dtype, k_scale.device) if isinstance(k_scale, Tensor) else k_scale,
-        (v_scale.shape, v_scale.stride(), v_scale.dtype, v_scale.device) if isinstance(v_scale, Tensor) else v_scale,
+        k_scale if k_scale is None else scale_facts(k_scale),
+        v_scale if v_scale is None else scale_facts(v_scale),
         torch.is_grad_enabled() and (key.requires_grad or value.requires_grad or k_cache.requires_grad or v_cache.requires_grad),
     )  # fmt: skip
 

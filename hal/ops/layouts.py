@@ -1,4 +1,4 @@
-"""The four layouts of a paged KV cache, and their scales: one table that checks, references and kernels read.
+"""The four layouts of a paged KV cache and of its scales: their shapes and checks.
 
 | layout       | K cache                      | V cache               |
 |--------------|------------------------------|-----------------------|

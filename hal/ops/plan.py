@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,7 @@ class PlanFacts:
 
 
 _TOKENS: dict[PlanFacts, int] = {}
+_NUMBERS = itertools.count()  # drawn even where not used, so that no two threads give one number to different facts
 
 
 @dataclass(eq=False)
@@ -48,4 +50,4 @@ class DecodePlan:
     token: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.token = _TOKENS.setdefault(self.facts, len(_TOKENS))
+        self.token = _TOKENS.setdefault(self.facts, next(_NUMBERS))

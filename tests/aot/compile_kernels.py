@@ -29,8 +29,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-#: Modules with a `compile_cases` function.
-MODULES = ("decode_cases", "decode_plan", "merge_states", "write_kv")
+_KERNELS = Path(__file__).resolve().parents[2] / "kernels"
+#: Kernel modules with a `compile_cases` function.
+MODULES = tuple(sorted(path.stem for path in _KERNELS.glob("*.py") if "def compile_cases(" in path.read_text()))
 TARGETS = ("sm_80", "sm_90", "gfx942")
 #: Shared memory that a program may use (bytes).
 SHARED_LIMITS = {"sm_80": 101376, "sm_90": 232448, "gfx942": 65536}
