@@ -60,6 +60,11 @@ def test_transformers_lines_of_the_readme_run(tmp_path):
     assert tuple(scope["output"].shape) == (1, 7)
 
 
+def test_no_placeholder_is_left():
+    documents = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    assert [str(d) for d in documents if re.search(r"@[A-Z]+@", d.read_text())] == []
+
+
 def test_make_targets_of_the_readme_exist():
     targets = set(re.findall(r"^make (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE))
     assert targets == {"run", "test"}
