@@ -172,6 +172,8 @@ def _blocks(
     out: Tensor | None,
 ) -> Tensor | None:
     """One call per tile of rows of each block; None also for offsets that no checked call has."""
+    if scale is not None and scale <= 0.0:
+        return None  # PyTorch masks before it scales: a masked score of -inf would become NaN or +inf
     counts = [end - start for start, end in itertools.pairwise(offsets)]
     if min(counts, default=0) < 0 or not 0 <= offsets[0] <= offsets[-1] <= q.shape[0]:
         return None
@@ -183,12 +185,12 @@ def _blocks(
         fresh = _fresh_prompts(q, k, v, counts, origins, scale, causal)
         if fresh is not None:
             return fresh
-    result = torch.zeros_like(q, memory_format=torch.contiguous_format) if out is None else out.zero_()
+    result = torch.zeros_like(q, memory_format=torch.contiguous_format)  # not `out`, which may be q
     for start, n, length, origin in zip(offsets[:-1], counts, lengths, origins, strict=True):
         if n and length:
             rows = slice(start, start + n)
             _attend_block(q[rows], k, v, result[rows], origin, length, scale, window, causal)
-    return result
+    return result if out is None else out.copy_(result)
 
 
 def _fresh_prompts(q: Tensor, k: Tensor, v: Tensor, counts: list[int], origins: list[int], scale: float | None, causal: bool) -> Tensor | None:

@@ -17,7 +17,7 @@ from hal.config import Choice, Config, Source
 from hal.detect import default_device, detect
 from hal.device import probe
 from hal.dispatch import Observer, bind, facts_of
-from hal.errors import ResolutionError, UnknownBackendError, nearest
+from hal.errors import ArgumentError, ConfigError, ResolutionError, UnknownBackendError, nearest
 from hal.kv_cache import KVCacheSpec, kv_cache_spec
 from hal.ops import OPS, find_op
 from hal.ops.attention import FlashDecode, FlashPrefill, MergeStates, PlanDecode
@@ -134,7 +134,7 @@ class Backend:
         raise AttributeError("a backend is immutable")
 
     def __repr__(self) -> str:
-        return f"<hal.Backend {self.name!r} by {self.config.source}>"
+        return f"<hal.Backend {self.name!r} by {self.config.default.source if self.config.default.explicit else self.config.source}>"
 
 
 _lock = threading.RLock()
@@ -178,9 +178,13 @@ def get_backend(backend: str | os.PathLike[str] | None = None, *, config: str | 
             with _lock:
                 _default = _default or _build(None, None)
         return _default
-    if backend is not None and config is None and _is_path(backend):
+    if isinstance(backend, (str, os.PathLike)) and config is None and _is_path(backend):
         backend, config = None, backend
-    key = (backend, id(config) if isinstance(config, Config) else None if config is None else os.path.abspath(config))
+    for argument, value in (("backend", backend), ("config", config)):
+        if not (value is None or isinstance(value, (str, os.PathLike)) or (argument == "config" and isinstance(value, Config))):
+            accepted = "a backend's name" if argument == "backend" else "a config file, the name of a shipped config, or a hal.Config"
+            raise ArgumentError("get_backend", argument, f"is {type(value).__name__} {value!r}", accepted)
+    key = (backend, id(config) if isinstance(config, Config) else os.path.abspath(config) if config is not None and _is_path(config) else config)
     with _lock:
         if key not in _backends:
             _backends[key] = _build(None if backend is None else os.fspath(backend), config), config
@@ -247,6 +251,8 @@ def _effective(config: str | os.PathLike[str] | Config | None, env: environment.
     names = sorted({*known.backends, *(p.name for p in known.broken)})
     if isinstance(config, Config):
         for choice in (config.default, *config.ops.values()):
+            if not choice.backends:
+                raise ConfigError("a choice names no backend; give one or more", str(choice.source))
             for backend in choice.backends:
                 if backend not in names:
                     raise _unknown(backend, choice.source, known)

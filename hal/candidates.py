@@ -100,7 +100,9 @@ def package_version(package: Package) -> str | None:
 def _package(package: Package, window: str) -> tuple[str, list[Reason]]:
     try:
         found = package_version(package)
-    except Exception as error:  # the vendor's import may raise anything; its words are the reason
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit included: its words are the reason
         return "", [Reason(ReasonCode.LOAD_ERROR, f"importing {package.name} failed: {type(error).__name__}: {error}", package.install)]
     if found is None:
         return "", [Reason(ReasonCode.NOT_INSTALLED, f"package {package.name!r} is not installed", package.install)]
@@ -124,7 +126,9 @@ def _symbol_reasons(symbol: Symbol) -> list[Reason]:
         owner = importlib.import_module(module)
     except ModuleNotFoundError as error:
         return [Reason(ReasonCode.SYMBOL_MISSING, f"module {module!r} does not exist here ({error})", other_release)]
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit included: its words are the reason
         return [Reason(ReasonCode.LOAD_ERROR, f"importing {module} failed: {type(error).__name__}: {error}")]
     if not attribute:
         return []
@@ -147,7 +151,9 @@ def _load(target: str, op: Op) -> tuple[Callable[..., Any] | None, list[Reason]]
     module, _, attribute = target.partition(":")
     try:
         function = getattr(importlib.import_module(module), attribute)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit included: its words are the reason
         return None, [Reason(ReasonCode.LOAD_ERROR, f"loading {target} failed: {type(error).__name__}: {error}")]
     wanted = [(p.name, p.kind, p.default) for p in op.parameters.parameters.values()]
     try:

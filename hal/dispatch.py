@@ -40,12 +40,11 @@ def bind(op: Op, resolver: Resolver, validate: Validate, observe: Observer | Non
 def _bind_direct(op: Op, resolver: Resolver, keyed: Callable[..., Any]) -> Callable[..., Any]:
     """Without checks and gates, who serves depends on the device alone."""
     first = next(iter(op.parameters.parameters))
-    table: dict[torch.device, Decision] = {}
+    table: dict[torch.device | None, Decision] = {}
 
     def direct(*args: Any, **kwargs: Any) -> Any:
-        try:
-            decision = table[(args[0] if args else kwargs[first]).device]
-        except (KeyError, AttributeError):
+        decision = table.get(getattr(args[0] if args else kwargs.get(first), "device", None))
+        if decision is None:
             return start(args, kwargs)
         try:
             return decision.function(*args, **kwargs)
@@ -71,9 +70,10 @@ def _bind_keyed(op: Op, resolver: Resolver, validate: Validate, observe: Observe
 
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            run, report = cache[signature(*args, **kwargs)]
-        except (KeyError, AttributeError, IndexError, TypeError):
-            run, report = prepare(args, kwargs)
+            entry = cache.get(signature(*args, **kwargs))
+        except (AttributeError, IndexError, TypeError, RuntimeError):
+            entry = None  # something is no tensor, or of no rank: the checks will say so
+        run, report = entry or prepare(args, kwargs)
         try:
             return run(*args, **kwargs)
         except Exception as error:

@@ -100,5 +100,5 @@ class FallbackError(ResolutionError):
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ` did you mean 'x'?` for the known name closest to `name`, or an empty string."""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    found = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.6)
     return f" did you mean {found[0]!r}?" if found else ""

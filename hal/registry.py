@@ -77,9 +77,13 @@ def discover(plugins: Iterable[str] | None = None) -> Registry:
         module, _, function = target.partition(":")
         _add(backends, getattr(importlib.import_module(module), function)(), "hal")
     allowed = None if plugins is None else set(plugins)
+    installed = sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda e: e.name)
+    for name in sorted((allowed or set()) - {entry.name for entry in installed}):
+        known = [entry.name for entry in installed]
+        log.warning("HAL_PLUGINS names %r, which is not installed;%s Installed are: %s", name, nearest(name, known), ", ".join(known) or "none")
     broken: list[BrokenPlugin] = []
     left_out: list[str] = []
-    for entry in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda e: e.name):
+    for entry in installed:
         origin = entry.dist.name if entry.dist else "an unknown distribution"
         if allowed is not None and entry.name not in allowed:
             left_out.append(entry.name)
@@ -130,7 +134,7 @@ def _add(backends: dict[str, Registered], spec: Any, origin: str) -> None:
         if not isinstance(implementation, Implementation):
             raise PluginError(f"backend {spec.name!r}, op {op!r}: {type(implementation).__name__} is not hal.Implementation")
         _check_requires(f"{spec.name}, op {op}", implementation.requires)
-        if implementation.target.count(":") != 1:
+        if len([part for part in implementation.target.split(":") if part]) != 2 or implementation.target.count(":") != 1:
             raise PluginError(f"backend {spec.name!r}, op {op!r}: target {implementation.target!r} is not 'package.module:function'")
     backends[spec.name] = Registered(spec, origin)
 
@@ -138,6 +142,9 @@ def _add(backends: dict[str, Registered], spec: Any, origin: str) -> None:
 def _check_requires(owner: str, requires: Any) -> None:
     if not isinstance(requires, Requires):
         raise PluginError(f"backend {owner!r}: `requires` is {type(requires).__name__}, not hal.Requires")
+    for name in ("devices", "vendors", "packages", "symbols"):
+        if not isinstance(getattr(requires, name), tuple):
+            raise PluginError(f"backend {owner!r}: `requires.{name}` is {getattr(requires, name)!r}, not a tuple")
     for package in requires.packages:
         try:
             SpecifierSet(package.versions)

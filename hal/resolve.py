@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hal.candidates import Static, judge
@@ -50,7 +50,8 @@ class Resolver:
         with self._lock:
             report = self.explain(op, device, call)
             if report.chosen is None:
-                raise ResolutionError(_refusal(report), report) from self._cause(report)
+                barred = self.config.fallback == "error" and REFERENCE in report.choice.backends[1:]
+                raise (FallbackError if barred else ResolutionError)(_refusal(report), report) from self._cause(report)
             self._announce(report)
             self._decided.setdefault(report, report)
             function = self._answer(report.chosen, op, device).function
@@ -62,6 +63,10 @@ class Resolver:
         with self._lock:
             choice = self.config.choice(op.name)
             candidates = [self._candidate(name, op, device, call) for name in choice.backends]
+            if self.config.fallback == "error" and candidates[0].reasons:
+                text = f"it must not stand in: the config says `fallback: error` ({self.config.source})"
+                barred = (Reason(ReasonCode.DISABLED_BY_CONFIG, text, "Say `fallback: warn` to permit it."),)
+                candidates = [replace(c, reasons=c.reasons or barred) if c.backend == REFERENCE else c for c in candidates]
             chosen = next((c.backend for c in candidates if not c.reasons), None)
             for name in self.registry.backends:
                 if name not in choice.backends:
@@ -85,6 +90,9 @@ class Resolver:
         if not reasons and call is not None and answer.gate is not None:
             try:
                 reasons = tuple(answer.gate(call, device))
+                for reason in reasons:
+                    if not isinstance(reason, Reason):
+                        raise TypeError(f"it returned {type(reason).__name__} {reason!r}, not hal.Reason")
             except Exception as error:
                 # A bug in a gate is not "unsupported": it must not look like a choice.
                 raise PluginError(f"the gate of backend {name!r} for {op.name} raised {type(error).__name__}: {error}") from error
@@ -123,8 +131,6 @@ class Resolver:
         passed = [c for c in report.candidates if c.listed and c.reasons]
         trail = "; ".join(f"{c.backend} was rejected: {' / '.join(map(str, c.reasons))}" for c in passed)
         text = f"{report.op} on {report.device} is served by {report.chosen!r}, not by {report.choice.backends[0]!r}. {trail}"
-        if report.chosen == REFERENCE and self.config.fallback == "error":
-            raise FallbackError(f"{text}. The config says `fallback: error` ({self.config.source}).", report)
         said = (report.op, report.device, report.chosen, trail)
         if said not in self._said:
             self._said.add(said)

@@ -18,6 +18,6 @@ OPS: Mapping[str, Op] = MappingProxyType({op.name: op for op in (FLASH_DECODE, F
 
 def find_op(name: str, caller: str) -> Op:
     """Return the op called `name`; raises ArgumentError with the nearest name on behalf of `caller`."""
-    if name not in OPS:
+    if not isinstance(name, str) or name not in OPS:
         raise ArgumentError(caller, "op", f"is {name!r}", ", ".join(OPS), nearest(name, OPS).strip())
     return OPS[name]

@@ -74,17 +74,17 @@ class FlashDecode(Protocol):
             kv_layout: `NHD`, `HND`, `HND_SPLIT` or `SPLIT_V0`, see `hal.ops.layouts`.
             scale: factor of the scores; default `D ** -0.5`.
             softcap: scores become `softcap * tanh(score / softcap)`; 0 turns it off.
-            window: keys that a row sees, itself included; None for all.
+            window: keys that a row sees, itself included, 1 to 2^31 - 1; None for all.
             alibi_slopes: (H,) fp32; adds `-slope * (p - j)` to the score of row position p and key j.
             sinks: (H,) fp32; `exp(sink)` joins the denominator once, neither scaled nor capped.
             tree_mask: (T, Q) bool, Q >= the longest block: `[t, c]` = row t sees draft token c of its own sequence,
                 which is key `S - q_len + c`. It replaces causality inside the block, in both triangles; prefix keys
                 stay visible; columns from q_len on are ignored. For ALiBi and the window, rows and draft keys stand
                 at `S - q_len + depth`, depth = true entries of that token's row within the block minus 1, at least 0.
-            k_scale: `k = k_cache * k_scale` for a quantised cache: a float, fp32 () or (1,), (Hkv,), or per token and
+            k_scale: `k = k_cache * k_scale` for a quantised cache: a float above 0, fp32 () or (1,), (Hkv,), or per token and
                 head shaped as the cache without D, any strides. int8 needs it; fp8 without it means 1.
             v_scale: the same for V.
-            out: (T, H, Dv) in q's dtype or fp32, any strides with the last dimension contiguous.
+            out: (T, H, Dv) in q's dtype or fp32, any strides with the last dimension contiguous; it may be `q`.
             lse: (T, H) fp32, written when given.
             return_lse: return `(out, lse)`.
             plan: from `plan_decode` with the facts of this call; steers speed only. A foreign plan is ignored.
@@ -131,7 +131,7 @@ def _flash_decode_signature(
     if not (cu_seqlens_q is alibi_slopes is sinks is tree_mask is k_scale is v_scale is out is lse is plan is None):
         extras = (
             facts(cu_seqlens_q), facts(alibi_slopes), facts(sinks), facts(tree_mask), scale_facts(k_scale), scale_facts(v_scale),
-            facts(out), facts(lse), plan if plan is None else plan.token,
+            facts(out), facts(lse), plan if plan is None else (plan.token, plan.__class__),
         )  # fmt: skip
     # Equal numbers of other types are other arguments: True == 1 == 1.0.
     if not (

@@ -18,6 +18,8 @@ __all__ = ["AttentionCall", "MergeCall", "PlanCall"]
 
 _INDEX = (torch.int32,)
 _SCALE_DTYPES = (torch.float32,)
+#: Positions are int32.
+_MOST_KEYS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -110,12 +112,13 @@ def _check_cu(check: Checker, argument: str, cu: Tensor, sequences: int) -> None
 def _check_extras(check: Checker, a: Arguments, tokens: int, heads: int, head_dim_v: int, longest: int | None) -> frozenset[str]:
     """Check the keywords that decode and prefill share, and return the features in use."""
     used: set[str] = set()
+    check.no_grad(alibi_slopes=a.alibi_slopes, sinks=a.sinks, k_scale=a.k_scale, v_scale=a.v_scale, lse=a.lse)
     if a.scale is not None:
         check.number("scale", a.scale)
     if check.number("softcap", a.softcap, least=0.0):
         used.add("softcap")
     if a.window is not None:
-        check.integer("window", a.window, least=1)
+        check.integer("window", a.window, least=1, most=_MOST_KEYS)
         used.add("window")
     for name in ("alibi_slopes", "sinks"):
         if getattr(a, name) is not None:
@@ -153,12 +156,12 @@ def check_flash_decode(a: Arguments) -> AttentionCall:
     check.tensor("seq_lens", a.seq_lens, shape=(None,), axes="(B,)", dtypes=_INDEX)
     sequences = a.seq_lens.shape[0]
     check.tensor("block_tables", a.block_tables, shape=(sequences, None), axes="(B, max_pages)", dtypes=_INDEX)
-    q_len: int | None = None
+    q_len: int | None = check.integer("q_len", a.q_len, least=1)
     if a.cu_seqlens_q is None:
-        q_len = check.integer("q_len", a.q_len, least=1)
         if tokens != sequences * q_len:
             raise check.fail("q", f"has {tokens} rows", f"B * q_len = {sequences} * {q_len} rows", "Pass q_len or cu_seqlens_q.")
     else:
+        q_len = None
         _check_cu(check, "cu_seqlens_q", a.cu_seqlens_q, sequences)
     used = _check_extras(check, a, tokens, heads, caches.head_dim_v, q_len)
     kinds = _scales(check, a, a.k_cache.dtype, caches.num_kv_heads, token_scale_shape(a.kv_layout, caches))
@@ -279,7 +282,7 @@ def check_merge_states(a: Arguments) -> MergeCall:
     check.tensor("out_b", a.out_b, shape=(tokens, heads, dim), axes="(T, H, Dv)", dtypes=(a.out_a.dtype,))
     for name in ("lse_a", "lse_b"):
         check.tensor(name, getattr(a, name), shape=(tokens, heads), axes="(T, H)", dtypes=_SCALE_DTYPES, last_contiguous=False)
-    check.no_grad(out_a=a.out_a, lse_a=a.lse_a, out_b=a.out_b, lse_b=a.lse_b)
+    check.no_grad(out_a=a.out_a, lse_a=a.lse_a, out_b=a.out_b, lse_b=a.lse_b, sinks=a.sinks, lse=a.lse)
     if a.sinks is not None:
         check.tensor("sinks", a.sinks, shape=(heads,), axes="(H,)", dtypes=_SCALE_DTYPES)
     check.output("out", a.out, shape=(tokens, heads, dim), axes="(T, H, Dv)", dtypes=tuple({a.out_a.dtype, torch.float32}))
@@ -306,7 +309,7 @@ def check_plan_decode(a: Arguments) -> PlanCall:
     else:
         _check_cu(check, "cu_seqlens_q", a.cu_seqlens_q, sequences)
     if a.window is not None:
-        check.integer("window", a.window, least=1)
+        check.integer("window", a.window, least=1, most=_MOST_KEYS)
     if a.kv_dtype is not None and a.kv_dtype not in (*FLOATS, *QUANTISED):
         raise check.fail("kv_dtype", f"is {a.kv_dtype}", "a dtype of KV caches, or None")
     check.flag("batch_invariant", a.batch_invariant)
@@ -393,7 +396,7 @@ def _check_tables(op: str, block_tables: Tensor, seq_lens: Tensor, pages: int, p
     low, high = _range(block_tables)
     if low >= 0 and high < pages:
         return  # no entry is bad, so none of the used ones is
-    first = torch.zeros_like(seq_lens) if window is None else (seq_lens - blocks - window + 1).clamp_min(0)
+    first = torch.zeros_like(seq_lens) if window is None else (seq_lens.long() - blocks - window + 1).clamp_min(0)
     column = torch.arange(block_tables.shape[1], device=block_tables.device)[None, :] * page_size
     used = (column < seq_lens[:, None]) & (column + page_size > first[:, None])
     wrong = used & ((block_tables < 0) | (block_tables >= pages))

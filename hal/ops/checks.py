@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -14,6 +13,8 @@ __all__ = ["FLOATS", "QUANTISED", "Checker"]
 
 #: dtypes of queries, activations and unquantised caches.
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+#: Numbers that kernels compute with are within this.
+FLOAT32_MAX = torch.finfo(torch.float32).max
 #: dtypes of quantised KV caches.
 QUANTISED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 
@@ -72,8 +73,15 @@ class Checker:
         self.tensor(argument, value, shape=shape, axes=axes, dtypes=dtypes)
         if value.requires_grad and torch.is_grad_enabled():
             raise self.fail(argument, "requires grad", "tensors that do not require grad", "Use torch.no_grad() or .detach().")
-        if any(stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True)):
-            raise self.fail(argument, f"has strides {value.stride()}", "an output whose elements do not overlap")
+        self.distinct(argument, value)
+
+    def distinct(self, argument: str, value: Tensor) -> None:
+        """Refuse a tensor to be written whose elements may share memory."""
+        span = 1
+        for stride, size in sorted((stride, size) for size, stride in zip(value.shape, value.stride(), strict=True) if size > 1):
+            if stride < span:
+                raise self.fail(argument, f"has shape {tuple(value.shape)} and strides {value.stride()}", "an output whose elements do not overlap")
+            span += (size - 1) * stride
 
     def integer(self, argument: str, value: Any, *, least: int, most: int | None = None) -> int:
         """Check a Python integer in a closed range; booleans are refused."""
@@ -84,11 +92,17 @@ class Checker:
             raise self.fail(argument, f"is {value}", accepted)
         return value
 
-    def number(self, argument: str, value: Any, *, least: float | None = None) -> float:
-        """Check a finite Python number."""
-        accepted = "a finite number" if least is None else f"a finite number >= {least:g}"
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or (least is not None and value < least):
-            raise self.fail(argument, f"is {value!r}", accepted)
+    def number(self, argument: str, value: Any, *, least: float | None = None, above: float | None = None) -> float:
+        """Check a Python number within float32, optionally at least or above a bound."""
+        bound = f" >= {least:g}" if least is not None else f" > {above:g}" if above is not None else ""
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not -FLOAT32_MAX <= value <= FLOAT32_MAX
+            or (least is not None and value < least)
+            or (above is not None and value <= above)
+        ):
+            raise self.fail(argument, f"is {value!r}", f"a finite float32 number{bound}")
         return float(value)
 
     def flag(self, argument: str, value: Any) -> bool:

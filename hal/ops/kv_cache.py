@@ -36,7 +36,8 @@ class WriteKV(Protocol):
         """Write new keys and values into a paged cache, in place.
 
         Args:
-            key: (T, Hkv, D) fp32, fp16 or bf16; any strides with the last dimension contiguous.
+            key: (T, Hkv, D) fp32, fp16 or bf16; any strides with the last dimension contiguous. It and `value` must not
+                share memory with the caches.
             value: (T, Hkv, Dv), the dtype of `key`.
             k_cache: paged keys in `kv_layout` (`hal.ops.layouts`), key's dtype or fp8 e4m3, fp8 e5m2, int8.
             v_cache: paged values, the dtype of `k_cache`.
@@ -109,7 +110,11 @@ def check_write_kv(a: Arguments) -> WriteKVCall:
     if a.slot_mapping.shape[0] > tokens:
         raise check.fail("slot_mapping", f"has {a.slot_mapping.shape[0]} entries", f"at most the {tokens} rows of `key`")
     token_shape = token_scale_shape(a.kv_layout, caches)
+    check.no_grad(k_scale=a.k_scale, v_scale=a.v_scale)
     kinds = [check_scale(check, n, getattr(a, n), a.k_cache.dtype, heads, token_shape) for n in ("k_scale", "v_scale")]
+    for name, kind in zip(("k_scale", "v_scale"), kinds, strict=True):
+        if kind == "token":
+            check.distinct(name, getattr(a, name))
     return WriteKVCall(
         a.key.dtype,
         a.k_cache.dtype,

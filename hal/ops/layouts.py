@@ -116,7 +116,7 @@ def check_scale(
             raise check.fail(argument, "is None", "a scale: an int8 cache has no meaning without one")
         return None
     if not isinstance(scale, Tensor):
-        check.number(argument, scale, least=0.0)
+        check.number(argument, scale, above=0.0)
         return "scalar"
     per_token = f", or per token and head {token_shape}" if token_shape else ""
     accepted = f"a float, a float32 tensor of shape () or (1,), ({num_kv_heads},) for kv heads{per_token}"
