@@ -28,8 +28,8 @@ OUTPUT = {
 #: The LSE is fp32 whatever q's dtype; relative to max(1, magnitude), because merges exponentiate it.
 LSE = {
     torch.float32: Tolerance(2e-5, "as outputs"),
-    torch.float16: Tolerance(1e-3, "products of fp16 are exact in fp32; leaves room for q scaled in its own dtype"),
-    torch.bfloat16: Tolerance(5e-3, "products of bf16 are exact in fp32; leaves room for q scaled in its own dtype"),
+    torch.float16: Tolerance(5e-4, "products of fp16 are exact in fp32; leaves room for q scaled in its own dtype"),
+    torch.bfloat16: Tolerance(1e-3, "products of bf16 are exact in fp32; leaves room for q scaled in its own dtype"),
 }
 
 

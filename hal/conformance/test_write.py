@@ -241,16 +241,18 @@ def test_rounding_is_half_to_even_and_saturates(hal_subject: Subject, kv: str) -
         assert_same_bits(f"stored codes of {which}", got, nearest_codes(wanted, dtype))
 
 
+@pytest.mark.parametrize("scale", [0.05, None], ids=["scaled", "unscaled"])
 @pytest.mark.parametrize("kv", _QUANTISED)
-def test_nan(hal_subject: Subject, kv: str) -> None:
+def test_nan(hal_subject: Subject, kv: str, scale: float | None) -> None:
     """fp8 keeps NaN, int8 stores 0; the other elements of the row are not harmed."""
-    write = make(hal_subject, [2, 9], kv=kv, heads=1, k_scale=0.05, v_scale=0.05)
+    scale = scale or (1.0 if kv == "int8" else None)  # int8 has no meaning without one
+    write = make(hal_subject, [2, 9], kv=kv, heads=1, k_scale=scale, v_scale=scale)
     write.args["key"][0, 0, 3] = math.nan
     hal_subject.call("write_kv", write.args)
     got = decode_codes(slot(write.pair.k, "NHD", "k", 2).cpu(), DTYPES[kv])[0]
     assert float(got[3]) == 0.0 if kv == "int8" else math.isnan(got[3])
     rest = torch.arange(32) != 3
-    row = write.args["key"][0, 0].cpu().double()[rest] / 0.05
+    row = write.args["key"][0, 0].cpu().double()[rest] / (scale or 1.0)
     assert rounding_error(row, nearest_codes(got[rest], DTYPES[kv]).view(DTYPES[kv])) <= 1.0 + 1e-4
     assert not bool(got[rest].isnan().any())
 
