@@ -104,6 +104,7 @@ def test_scales_per_token_and_head_are_computed_and_stored(device: torch.device,
     shape = (PAGES, SIZE, HEADS) if layout == "NHD" else (PAGES, HEADS, SIZE)
     k_scale, v_scale = (torch.full((*shape, 2), NAN, device=device)[..., 0] for _ in range(2))  # strided
     key, value = (x.clone() for x in new_rows((32, 16), torch.float32, device))
+    qmax = torch.full((), 127.0, device=device)  # a tensor: CUDA multiplies by the reciprocal of a Python number
     key[2, 1] = 0.0
     value[3, 0, 4] = NAN
     write_kv(key, value, k, v, torch.tensor(SLOTS, device=device), kv_layout=layout, k_scale=k_scale, v_scale=v_scale)
@@ -111,7 +112,7 @@ def test_scales_per_token_and_head_are_computed_and_stored(device: torch.device,
         flat = (scale if layout == "NHD" else scale.transpose(1, 2)).reshape(PAGES * SIZE, HEADS)
         rows = rows_of(cache, layout, which)
         for row in (0, 2, 3, 6):
-            wanted = new[row].abs().nan_to_num(0.0).amax(-1) / 127.0
+            wanted = new[row].abs().nan_to_num(0.0).amax(-1) / qmax
             assert torch.equal(flat[SLOTS[row]], wanted)
             assert torch.equal(rows[SLOTS[row]].float(), quantise(new[row], wanted.masked_fill(wanted == 0, 1.0)[:, None]))
         assert torch.isnan(flat[[1, 2, 4, 5]]).all()
@@ -126,7 +127,7 @@ def test_of_rows_that_share_a_slot_the_last_brings_its_scale(device: torch.devic
     slots = torch.full((600,), -1, device=device)
     slots[[0, 5, 599]] = 6
     write_kv(key, key, k, v, slots, k_scale=k_scale, v_scale=v_scale)
-    assert torch.equal(k_scale[1, 2], key[599].abs().amax(-1) / 127.0)
+    assert torch.equal(k_scale[1, 2], key[599].abs().amax(-1) / torch.full((), 127.0, device=device))
     assert torch.equal(k[1, 2].float(), quantise(key[599], k_scale[1, 2][:, None]))
 
 
