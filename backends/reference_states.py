@@ -7,7 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-from hal.ops.checks import QUANTISED
 from hal.ops.plan import DecodePlan, PlanFacts
 
 __all__ = ["merge_states", "plan_decode"]
@@ -68,21 +67,22 @@ def plan_decode(
     batch_invariant: bool = False,
     out: DecodePlan | None = None,
 ) -> DecodePlan:
-    """Return a plan that holds only its facts: what this backend learns from lengths and tables is cheap to read anew."""
+    """Return a plan that holds only its facts: what this backend learns from lengths and tables is cheap to read again."""
     if out is not None:
+        out.check_maker("reference")
         return out
-    facts = PlanFacts(
-        device=seq_lens.device,
-        B=seq_lens.shape[0],
+    facts = PlanFacts.of(
+        seq_lens,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        head_dim_v=head_dim if head_dim_v is None else head_dim_v,
+        head_dim_v=head_dim_v,
         page_size=page_size,
         max_seq_len=max_seq_len,
-        q_len=q_len if cu_seqlens_q is None else None,
+        q_len=q_len,
+        cu_seqlens_q=cu_seqlens_q,
         window=window,
-        kv_dtype=kv_dtype if kv_dtype in QUANTISED else None,
+        kv_dtype=kv_dtype,
         batch_invariant=batch_invariant,
     )
     return DecodePlan(facts, "reference")

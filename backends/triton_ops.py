@@ -8,9 +8,7 @@ from torch import Tensor
 import hal.kernels.flash_decode as _decode
 import hal.kernels.merge_states as _merge
 import hal.kernels.write_kv as _write
-from hal.errors import ArgumentError
 from hal.kernels.layouts import head_dims
-from hal.ops.checks import QUANTISED
 from hal.ops.plan import DecodePlan, PlanFacts
 
 __all__ = ["flash_decode", "merge_states", "plan_decode", "write_kv"]
@@ -97,34 +95,37 @@ def plan_decode(
     With `cu_seqlens_q` the plan is empty: its size would depend on T, and blocks may change between calls. Each call
     then partitions itself, in one small kernel.
     """
-    if out is not None and out.backend != _NAME:
-        raise ArgumentError(
-            "plan_decode", "out", f"was made by backend {out.backend!r}", f"a plan of backend {_NAME!r}", "Leave it out to make a new plan."
-        )
-    head_dim_v = head_dim if head_dim_v is None else head_dim_v
-    quantised = kv_dtype if kv_dtype in QUANTISED else None
-    uniform = q_len if cu_seqlens_q is None else None
+    if out is not None:
+        out.check_maker(_NAME)
+    facts = PlanFacts.of(
+        seq_lens,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        page_size=page_size,
+        max_seq_len=max_seq_len,
+        q_len=q_len,
+        cu_seqlens_q=cu_seqlens_q,
+        window=window,
+        kv_dtype=kv_dtype,
+        batch_invariant=batch_invariant,
+    )
     data = None
-    if uniform is not None:
+    if facts.q_len is not None:
         data = _decode.plan_decode(
             seq_lens,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            head_dim_v=head_dim_v,
+            head_dim_v=facts.head_dim_v,
             max_seq_len=max_seq_len,
             q_len=q_len,
             window=window,
             batch_invariant=batch_invariant,
             out=None if out is None else out.data,
         )
-    if out is not None:
-        return out
-    facts = PlanFacts(
-        seq_lens.device, seq_lens.shape[0], num_heads, num_kv_heads, head_dim, head_dim_v, page_size, max_seq_len,
-        uniform, window, quantised, batch_invariant,
-    )  # fmt: skip
-    return DecodePlan(facts, _NAME, data)
+    return DecodePlan(facts, _NAME, data) if out is None else out
 
 
 def merge_states(

@@ -3,7 +3,7 @@
 """The attention family: `flash_decode`, `flash_prefill`, `merge_states`, `plan_decode`.
 
 Axes: B sequences, T query tokens, H query heads, Hkv kv heads, D head dim of Q and K, Dv of V, P slots of a page.
-The checks behind these contracts are in `hal.ops.attention_checks`.
+The checks behind these contracts are in `hal.ops.attention_checks` and `hal.ops.attention_values`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hal.ops import attention_checks as checks
+from hal.ops import attention_values as values
 from hal.ops.op import Op
 from hal.ops.plan import DecodePlan
 from hal.ops.signature import facts, number, scale_facts, types
@@ -326,7 +327,7 @@ class PlanDecode(Protocol):
             window: as in the calls.
             kv_dtype: dtype of the caches; None means that of q.
             batch_invariant: as in the calls.
-            out: a plan of the same facts to refresh in place (capturable in a CUDA graph).
+            out: a plan of the same facts, made by the same backend, to refresh in place (capturable in a CUDA graph).
 
         Returns:
             The plan; `out` itself if given.
@@ -365,7 +366,7 @@ FLASH_DECODE = Op(
     _flash_decode_signature,
     check=checks.check_flash_decode,
     meta=checks.meta_flash_decode,
-    check_values=checks.check_flash_decode_values,
+    check_values=values.check_flash_decode_values,
 )
 FLASH_PREFILL = Op(
     "flash_prefill",
@@ -373,7 +374,7 @@ FLASH_PREFILL = Op(
     _flash_prefill_signature,
     check=checks.check_flash_prefill,
     meta=checks.meta_flash_prefill,
-    check_values=checks.check_flash_prefill_values,
+    check_values=values.check_flash_prefill_values,
 )
 MERGE_STATES = Op(
     "merge_states",
@@ -388,5 +389,5 @@ PLAN_DECODE = Op(
     _plan_decode_signature,
     check=checks.check_plan_decode,
     meta=checks.meta_plan_decode,
-    check_values=checks.check_plan_decode_values,
+    check_values=values.check_plan_decode_values,
 )

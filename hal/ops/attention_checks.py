@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from hal.errors import ArgumentError
 from hal.ops.checks import FLOATS, QUANTISED, Checker
-from hal.ops.layouts import CacheFacts, check_caches, check_scale, page_size_of, token_scale_shape
+from hal.ops.layouts import CacheFacts, check_caches, check_scale, token_scale_shape
 from hal.ops.op import Arguments, TensorMeta
 from hal.ops.plan import DecodePlan, PlanFacts
 
@@ -167,7 +165,7 @@ def check_flash_decode(a: Arguments) -> AttentionCall:
     kinds = _scales(check, a, a.k_cache.dtype, caches.num_kv_heads, token_scale_shape(a.kv_layout, caches))
     max_seq_len = a.block_tables.shape[1] * caches.page_size
     if a.plan is not None:
-        _check_plan(check, a, caches, sequences, q_len, max_seq_len)
+        _check_plan(check, a, caches, max_seq_len)
         used |= {"plan"}
     return _call("flash_decode", a, tokens, sequences, caches, a.k_cache, a.v_cache, max_seq_len, q_len, a.kv_layout, True, used, kinds)
 
@@ -213,14 +211,26 @@ def _call(
     )
 
 
-def _check_plan(check: Checker, a: Arguments, caches: CacheFacts, sequences: int, q_len: int | None, max_seq_len: int) -> None:
+def _check_plan(check: Checker, a: Arguments, caches: CacheFacts, max_seq_len: int) -> None:
     if not isinstance(a.plan, DecodePlan):
         raise check.fail("plan", f"is {type(a.plan).__name__}", "the result of plan_decode, or None")
-    quantised = a.k_cache.dtype if a.k_cache.dtype in QUANTISED else None
-    made, now = a.plan.facts, PlanFacts(
-        check.device, sequences, a.q.shape[1], caches.num_kv_heads, caches.head_dim, caches.head_dim_v,
-        caches.page_size, max_seq_len, q_len, a.window, quantised, a.batch_invariant,
-    )  # fmt: skip
+    made, now = (
+        a.plan.facts,
+        PlanFacts.of(
+            a.seq_lens,
+            num_heads=a.q.shape[1],
+            num_kv_heads=caches.num_kv_heads,
+            head_dim=caches.head_dim,
+            head_dim_v=caches.head_dim_v,
+            page_size=caches.page_size,
+            max_seq_len=max_seq_len,
+            q_len=a.q_len,
+            cu_seqlens_q=a.cu_seqlens_q,
+            window=a.window,
+            kv_dtype=a.k_cache.dtype,
+            batch_invariant=a.batch_invariant,
+        ),
+    )
     if made != now:
         differing = [f"{k}={v!r} (the call has {getattr(now, k)!r})" for k, v in vars(made).items() if getattr(now, k) != v]
         raise check.fail("plan", "was made for " + ", ".join(differing), "a plan of the same facts", "Call plan_decode again.")
@@ -303,20 +313,15 @@ def check_plan_decode(a: Arguments) -> PlanCall:
     _check_head_dims(check, a.head_dim, head_dim_v, "head_dim", "head_dim_v")
     if a.num_heads % a.num_kv_heads:
         raise check.fail("num_heads", f"is {a.num_heads}", f"a multiple of the {a.num_kv_heads} kv heads")
-    q_len: int | None = None
-    if a.cu_seqlens_q is None:
-        q_len = check.integer("q_len", a.q_len, least=1)
-    else:
+    check.integer("q_len", a.q_len, least=1)
+    if a.cu_seqlens_q is not None:
         _check_cu(check, "cu_seqlens_q", a.cu_seqlens_q, sequences)
     if a.window is not None:
         check.integer("window", a.window, least=1, most=_MOST_KEYS)
     if a.kv_dtype is not None and a.kv_dtype not in (*FLOATS, *QUANTISED):
         raise check.fail("kv_dtype", f"is {a.kv_dtype}", "a dtype of KV caches, or None")
     check.flag("batch_invariant", a.batch_invariant)
-    facts = PlanFacts(
-        check.device, sequences, a.num_heads, a.num_kv_heads, a.head_dim, head_dim_v, a.page_size, a.max_seq_len,
-        q_len, a.window, a.kv_dtype if a.kv_dtype in QUANTISED else None, a.batch_invariant,
-    )  # fmt: skip
+    facts = PlanFacts.of(**{name: value for name, value in vars(a).items() if name != "out"})
     if a.out is not None and not isinstance(a.out, DecodePlan):
         raise check.fail("out", f"is {type(a.out).__name__}", "the result of plan_decode, or None")
     if a.out is not None and a.out.facts != facts:
@@ -350,111 +355,3 @@ def meta_merge_states(a: Arguments) -> tuple[TensorMeta, ...]:
 def meta_plan_decode(a: Arguments) -> tuple[TensorMeta, ...]:
     """`plan_decode` returns no tensor."""
     return ()
-
-
-def _range(values: Tensor) -> tuple[int, int]:
-    """Least and greatest entry; this runs on every call with CPU tensors, and a short list is the cheaper way to look."""
-    if len(values) <= 32 and values.dim() == 1:
-        listed = values.tolist()
-        return min(listed), max(listed)
-    low, high = values.aminmax()
-    return int(low), int(high)
-
-
-def _bad(values: Tensor, wrong: Tensor) -> tuple[int, int]:
-    """Index and value of the first wrong entry."""
-    index = int(wrong.nonzero()[0, 0])
-    return index, int(values[index])
-
-
-def _check_lengths(op: str, seq_lens: Tensor, most: int) -> None:
-    if not len(seq_lens):
-        return
-    low, high = _range(seq_lens)
-    if low < 0 or high > most:
-        index, value = _bad(seq_lens, (seq_lens < 0) | (seq_lens > most))
-        raise ArgumentError(op, f"seq_lens[{index}]", f"is {value}", f"0..{most} (block_tables.shape[1] * page_size)")
-
-
-def _check_offsets(op: str, argument: str, cu: Tensor, most: int, longest: int | None = None) -> None:
-    values = cu.tolist()
-    if values[0] != 0:
-        raise ArgumentError(op, f"{argument}[0]", f"is {values[0]}", "0")
-    for index in range(1, len(values)):
-        if values[index] < values[index - 1]:
-            raise ArgumentError(op, f"{argument}[{index}]", f"is {values[index]}", f"non-decreasing offsets, at least {values[index - 1]}")
-        if longest is not None and values[index] - values[index - 1] > longest:
-            raise ArgumentError(op, f"{argument}[{index}]", f"ends a block of {values[index] - values[index - 1]}", f"blocks of at most {longest}")
-    if values[-1] > most:
-        raise ArgumentError(op, f"{argument}[{len(values) - 1}]", f"is {values[-1]}", f"at most the {most} rows given")
-
-
-def _check_tables(op: str, block_tables: Tensor, seq_lens: Tensor, pages: int, page_size: int, window: int | None, blocks: Tensor | int) -> None:
-    """Check the table entries that the call will use: those of visible keys."""
-    if block_tables.numel() == 0:
-        return
-    low, high = _range(block_tables)
-    if low >= 0 and high < pages:
-        return  # no entry is bad, so none of the used ones is
-    first = torch.zeros_like(seq_lens) if window is None else (seq_lens.long() - blocks - window + 1).clamp_min(0)
-    column = torch.arange(block_tables.shape[1], device=block_tables.device)[None, :] * page_size
-    used = (column < seq_lens[:, None]) & (column + page_size > first[:, None])
-    wrong = used & ((block_tables < 0) | (block_tables >= pages))
-    if bool(wrong.any()):
-        row, col = (int(i) for i in wrong.nonzero()[0])
-        raise ArgumentError(op, f"block_tables[{row}, {col}]", f"is {int(block_tables[row, col])}", f"a page id in 0..{pages - 1}")
-
-
-def check_flash_decode_values(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    *,
-    q_len: int = 1,
-    cu_seqlens_q: Tensor | None = None,
-    kv_layout: str = "NHD",
-    window: int | None = None,
-    tree_mask: Tensor | None = None,
-    **_: Any,
-) -> None:
-    """Read lengths, offsets and table entries of a `flash_decode` call."""
-    page_size = page_size_of(k_cache, kv_layout)
-    _check_lengths("flash_decode", seq_lens, block_tables.shape[1] * page_size)
-    blocks: Tensor | int = q_len
-    if cu_seqlens_q is not None:
-        _check_offsets("flash_decode", "cu_seqlens_q", cu_seqlens_q, q.shape[0], None if tree_mask is None else tree_mask.shape[1])
-        blocks = cu_seqlens_q.diff()
-    _check_tables("flash_decode", block_tables, seq_lens, k_cache.shape[0], page_size, window, blocks)
-
-
-def check_flash_prefill_values(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    cu_seqlens_q: Tensor,
-    max_q_len: int,
-    seq_lens: Tensor | None = None,
-    block_tables: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    kv_layout: str = "NHD",
-    window: int | None = None,
-    **_: Any,
-) -> None:
-    """Read lengths, offsets and table entries of a `flash_prefill` call."""
-    _check_offsets("flash_prefill", "cu_seqlens_q", cu_seqlens_q, q.shape[0], max_q_len)
-    if cu_seqlens_k is not None:
-        _check_offsets("flash_prefill", "cu_seqlens_k", cu_seqlens_k, k.shape[0])
-    if block_tables is not None and seq_lens is not None:
-        page_size = page_size_of(k, kv_layout)
-        _check_lengths("flash_prefill", seq_lens, block_tables.shape[1] * page_size)
-        _check_tables("flash_prefill", block_tables, seq_lens, k.shape[0], page_size, window, cu_seqlens_q.diff())
-
-
-def check_plan_decode_values(seq_lens: Tensor, *, max_seq_len: int, cu_seqlens_q: Tensor | None = None, **_: Any) -> None:
-    """Read lengths and offsets of a `plan_decode` call."""
-    _check_lengths("plan_decode", seq_lens, max_seq_len)
-    if cu_seqlens_q is not None:
-        _check_offsets("plan_decode", "cu_seqlens_q", cu_seqlens_q, 2**31 - 1)

@@ -77,7 +77,7 @@ PLAN: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "page
 def test_plan_holds_facts_and_refreshes_in_place() -> None:
     lengths = torch.tensor([3, 40], dtype=torch.int32)
     plan = plan_decode(lengths, **PLAN, window=5, kv_dtype=torch.int8)
-    assert (plan.backend, plan.facts.B, plan.facts.head_dim_v, plan.facts.q_len, plan.facts.kv_dtype) == ("reference", 2, 16, 1, torch.int8)
+    assert (plan.backend, plan.facts.sequences, plan.facts.head_dim_v, plan.facts.q_len, plan.facts.kv_dtype) == ("reference", 2, 16, 1, torch.int8)
     assert plan_decode(lengths, **PLAN, kv_dtype=torch.bfloat16).facts.kv_dtype is None
     assert plan_decode(lengths, **PLAN, cu_seqlens_q=torch.tensor([0, 1, 2], dtype=torch.int32)).facts.q_len is None
     assert plan_decode(lengths, **PLAN, out=plan) is plan
