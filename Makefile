@@ -32,7 +32,7 @@ bench: $(READY)  ## cost of a dispatched call over a direct one
 $(READY): pyproject.toml $(CONSTRAINTS)
 	test -x $(PY) || $(PYTHON) -m venv .venv
 	$(PY) -m pip install -q --upgrade pip "setuptools>=77"
-	$(PY) -m pip install -q -c $(CONSTRAINTS) -e ".[triton,transformers,dev]"
+	PYTHONWARNINGS=ignore $(PY) -m pip install -q -c $(CONSTRAINTS) -e ".[triton,transformers,dev]"
 	touch $@
 
 clean:

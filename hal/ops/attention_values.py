@@ -13,15 +13,6 @@ from hal.ops.layouts import page_size_of
 __all__ = ["check_flash_decode_values", "check_flash_prefill_values", "check_plan_decode_values"]
 
 
-def _range(values: Tensor) -> tuple[int, int]:
-    """Least and greatest entry; this runs on every call with CPU tensors, and a short list is the cheaper way to look."""
-    if len(values) <= 32 and values.dim() == 1:
-        listed = values.tolist()
-        return min(listed), max(listed)
-    low, high = values.aminmax()
-    return int(low), int(high)
-
-
 def _bad(values: Tensor, wrong: Tensor) -> tuple[int, int]:
     """Index and value of the first wrong entry."""
     index = int(wrong.nonzero()[0, 0])
@@ -29,10 +20,13 @@ def _bad(values: Tensor, wrong: Tensor) -> tuple[int, int]:
 
 
 def _check_lengths(op: str, seq_lens: Tensor, most: int) -> None:
-    if not len(seq_lens):
-        return
-    low, high = _range(seq_lens)
-    if low < 0 or high > most:
+    # A short list is the cheaper way to look.
+    if seq_lens.numel() <= 32:
+        lengths = seq_lens.tolist()
+        if not lengths or (min(lengths) >= 0 and max(lengths) <= most):
+            return
+    low, high = seq_lens.aminmax()
+    if low.item() < 0 or high.item() > most:
         index, value = _bad(seq_lens, (seq_lens < 0) | (seq_lens > most))
         raise ArgumentError(op, f"seq_lens[{index}]", f"is {value}", f"0..{most} (block_tables.shape[1] * page_size)")
 
@@ -54,8 +48,8 @@ def _check_tables(op: str, block_tables: Tensor, seq_lens: Tensor, pages: int, p
     """Check the table entries that the call will use: those of visible keys."""
     if block_tables.numel() == 0:
         return
-    low, high = _range(block_tables)
-    if low >= 0 and high < pages:
+    low, high = block_tables.aminmax()
+    if low.item() >= 0 and high.item() < pages:
         return  # no entry is bad, so none of the used ones is
     first = torch.zeros_like(seq_lens) if window is None else (seq_lens.long() - blocks - window + 1).clamp_min(0)
     column = torch.arange(block_tables.shape[1], device=block_tables.device)[None, :] * page_size
