@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 
@@ -259,12 +259,13 @@ def _effective(config: str | os.PathLike[str] | Config | None, env: environment.
         for op in config.ops:
             find_op(op, "Config")
         return config
-    path, kind = (config, "argument") if config is not None else (env.config, "environment")
+    path = env.config if config is None else config
     if path is None:
         return detect(default_device(), backends=names, ops=list(OPS))
     from hal.config_file import load, vocabulary  # pydantic and yaml are only for those who read files
 
-    return load(path, backends=names, ops=list(OPS), packages=vocabulary(known).packages, source_kind=kind)  # type: ignore[arg-type]
+    kind: Literal["argument", "environment"] = "environment" if config is None else "argument"
+    return load(path, backends=names, ops=list(OPS), packages=vocabulary(known).packages, source_kind=kind)
 
 
 def _unknown(name: str, source: Source, known: Registry) -> UnknownBackendError:

@@ -40,6 +40,8 @@ class Resolver:
 
     def __init__(self, config: Config, registry: Registry) -> None:
         self.config, self.registry = config, registry
+        text = f"it must not stand in: the config says `fallback: error` ({config.source})"
+        self._no_stand_in = (Reason(ReasonCode.DISABLED_BY_CONFIG, text, "Say `fallback: warn` to permit it."),)
         self._lock = threading.RLock()
         self._answers: dict[tuple[str, str, DeviceInfo], Static] = {}
         self._said: set[tuple[Any, ...]] = set()
@@ -50,7 +52,7 @@ class Resolver:
         with self._lock:
             report = self.explain(op, device, call)
             if report.chosen is None:
-                barred = self.config.fallback == "error" and REFERENCE in report.choice.backends[1:]
+                barred = any(c.reasons == self._no_stand_in for c in report.candidates)
                 raise (FallbackError if barred else ResolutionError)(_refusal(report), report) from self._cause(report)
             self._announce(report)
             self._decided.setdefault(report, report)
@@ -64,9 +66,7 @@ class Resolver:
             choice = self.config.choice(op.name)
             candidates = [self._candidate(name, op, device, call) for name in choice.backends]
             if self.config.fallback == "error" and candidates[0].reasons:
-                text = f"it must not stand in: the config says `fallback: error` ({self.config.source})"
-                barred = (Reason(ReasonCode.DISABLED_BY_CONFIG, text, "Say `fallback: warn` to permit it."),)
-                candidates = [replace(c, reasons=c.reasons or barred) if c.backend == REFERENCE else c for c in candidates]
+                candidates = [replace(c, reasons=c.reasons or self._no_stand_in) if c.backend == REFERENCE else c for c in candidates]
             chosen = next((c.backend for c in candidates if not c.reasons), None)
             for name in self.registry.backends:
                 if name not in choice.backends:
@@ -143,6 +143,7 @@ def _refusal(report: Report) -> str:
     kind = "was asked for explicitly and cannot serve" if wish.explicit else "cannot serve"
     lines = [f"{', '.join(wish.backends)} {kind} {report.op} on {report.device} (decided by {wish.source}):"]
     lines += [f"  {c.backend}: {reason}" for c in report.candidates if c.listed for reason in c.reasons]
-    available = f"a chain such as `[{wish.backends[0]}, reference]` in a config"
-    lines.append(f"  To let another backend serve it, ask for {available}; `hal explain {report.op}` shows all candidates.")
+    if wish.explicit:
+        lines.append(f"  To let another backend serve it, ask for a chain such as `[{wish.backends[0]}, reference]` in a config.")
+    lines.append(f"  `hal explain {report.op}` shows all candidates.")
     return "\n".join(lines)

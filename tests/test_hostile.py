@@ -104,6 +104,17 @@ def test_explain_tells_what_fallback_error_will_do(fake_backend, make_hal, state
         backend.merge_states(*states)
 
 
+def test_reference_that_cannot_serve_is_no_stand_in(fake_backend, make_hal, states):
+    def gate(call, device):
+        return [hal.Reason(ReasonCode.FEATURE, "no")]
+
+    specs = fake_backend("fast", gate=gate), fake_backend("reference", gate=gate)
+    with pytest.raises(ResolutionError) as caught:
+        make_hal(*specs, chain=("fast", "reference"), fallback="error").merge_states(*states)
+    assert not isinstance(caught.value, FallbackError)
+    assert "ask for a chain" not in str(caught.value)
+
+
 def test_target_that_exits_is_a_reason(fake_backend, make_hal, states, tmp_path, monkeypatch):
     (tmp_path / "exiting_target.py").write_text("raise SystemExit(7)")
     monkeypatch.syspath_prepend(tmp_path)
