@@ -1,7 +1,7 @@
 """`flash_decode` and `flash_prefill` of the reference backend.
 
-Two paths. Plain calls on a CPU whose pages follow one another in the cache run PyTorch's own attention on views of the
-cache (`reference_views`). All others gather the keys chunk by chunk into an online softmax (`reference_core`).
+Two paths. Plain calls on a CPU run PyTorch's own attention on views of the keys (`reference_views`), which lie in the
+cache or in a copy of one sequence. All others gather the keys chunk by chunk into an online softmax (`reference_core`).
 
 Memory of the general path, whatever the size of the cache: tiles of query rows and chunks of keys are cut so that a
 gathered chunk of K and V, and a tile of scores, hold at most 2^19 fp32 values each (2 MiB; 64 MiB on accelerators, which

@@ -1,20 +1,23 @@
-"""Plain attention on a CPU through PyTorch's `scaled_dot_product_attention` on views of the cache: nothing is gathered.
+"""Plain attention on a CPU through PyTorch's `scaled_dot_product_attention` on views of the keys.
 
-It serves calls without extras whose pages follow one another in the cache (as an engine lays them out that allocates
-per sequence) or whose keys are packed. Every view holds exactly the keys that its rows see, so that nothing else is read.
-Extra memory: 2^20 mask entries (PyTorch holds them once more in fp32, 5 MiB in all) where a mask is needed: blocks of
-several rows that have a past or a window. Other calls need none.
+It serves calls without extras. Keys are read where they are if the pages of a sequence follow one another in the cache
+(as an engine lays them out that allocates per sequence) or if keys are packed; other sequences are copied one by one
+(`reference_places`). Every view holds exactly the keys that its rows see, so that nothing else is read.
+Extra memory: the copies, and 2^20 mask entries (PyTorch holds them once more in fp32, 5 MiB in all) where a mask is
+needed: blocks of several rows that have a past or a window.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hal.backends.reference_limits import on_host
+from hal.backends.reference_places import MOST_KEYS, Piece, Places, find
 
 __all__ = ["decode", "decode_step", "plain", "prefill"]
 
@@ -22,8 +25,6 @@ __all__ = ["decode", "decode_step", "plain", "prefill"]
 _GROUPED = tuple(int(x) for x in torch.__version__.split(".")[:2]) >= (2, 5)
 #: Query rows that share one mask, and the entries of that mask.
 _TILE_ROWS, _MASK_ENTRIES = 256, 2**20
-#: Keys of a row above which PyTorch's fp32 sums come too close to the tolerance (measured: 1.1e-5 at 2**16, 2.1e-5 at 2**17).
-_MOST_KEYS = 2**16
 
 
 def plain(
@@ -47,14 +48,7 @@ def plain(
         and all(x is None for x in extras)
         and (out is None or out.dtype == q.dtype)
         and k.shape[3] == v.shape[3]
-        and _one_stride(k)
-        and _one_stride(v)
     )
-
-
-def _one_stride(cache: Tensor) -> bool:
-    """Whether slots of consecutive pages are evenly spaced."""
-    return cache.shape[1] == 1 or cache.shape[0] == 1 or cache.stride(0) == cache.shape[1] * cache.stride(1)
 
 
 def decode(
@@ -69,19 +63,17 @@ def decode(
     window: int | None,
     out: Tensor | None,
 ) -> Tensor | None:
-    """Serve a plain `flash_decode` call, or return None if a sequence's pages are not consecutive."""
+    """Serve a plain `flash_decode` call, or return None if it is for the general path."""
     if cu_seqlens_q is not None or q_len > 1:
         offsets = range(0, q.shape[0] + 1, q_len) if cu_seqlens_q is None else cu_seqlens_q.tolist()
         lengths = _lengths(seq_lens, block_tables.shape[1] * k_cache.shape[1])
         return _blocks(q, k_cache, v_cache, lengths, block_tables, offsets, scale, window, True, out)
     lengths = _lengths(seq_lens, block_tables.shape[1] * k_cache.shape[1])
     lows = [0] * len(lengths) if window is None else [max(0, s - window) for s in lengths]
-    origins = _origins(block_tables, lows, lengths, k_cache.shape[0], k_cache.shape[1])
-    if origins is None:
+    places = find(k_cache, v_cache, block_tables, lows, lengths)
+    if places is None:
         return None
-    slots = [o + low for o, low in zip(origins, lows, strict=True)]
-    counts = [s - low for s, low in zip(lengths, lows, strict=True)]
-    result = _decode_one_by_one(q, k_cache, v_cache, slots, counts, scale)
+    result = _decode_one_by_one(q, places, lows, lengths, scale)
     return result if out is None else out.copy_(result)
 
 
@@ -96,7 +88,7 @@ def decode_step(q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor, b
     lengths = seq_lens.tolist()
     pages, page_size, kv_heads, dim = k_cache.shape
     sequences, count, width = len(lengths), lengths[0], block_tables.shape[1]
-    if not 0 < count <= min(width * page_size, _MOST_KEYS) or lengths.count(count) != sequences or v_cache.shape[3] != dim:
+    if not 0 < count <= min(width * page_size, MOST_KEYS) or lengths.count(count) != sequences or v_cache.shape[3] != dim:
         return None
     columns = -(-count // page_size)
     rows = (block_tables if width <= 2 * columns else block_tables[:, :columns]).tolist()
@@ -128,18 +120,20 @@ def _strides(cache: Tensor) -> tuple[int, ...]:
     return by_page, by_page if cache.shape[1] == 1 else by_slot, by_head, by_dim
 
 
-def _decode_one_by_one(q: Tensor, k: Tensor, v: Tensor, slots: list[int], counts: list[int], scale: float | None) -> Tensor:
-    """One call per sequence."""
-    kv_heads = k.shape[2]
-    queries = q.view(q.shape[0], kv_heads, 1, -1, q.shape[2]).unbind(0)
-    parts = []
-    for query, slot, count in zip(queries, slots, counts, strict=True):
-        if not count:
+def _decode_one_by_one(q: Tensor, places: Places, lows: list[int], lengths: list[int], scale: float | None) -> Tensor:
+    """One call per piece of a sequence."""
+    kv_heads, parts = places.k.shape[2], []
+    for index, (low, length) in enumerate(zip(lows, lengths, strict=True)):
+        query = q[index : index + 1]
+        if low == length:
             parts.append(torch.zeros_like(query))
             continue
-        key, value = (_window(cache, slot, count, 1, 0).transpose(0, 1) for cache in (k, v))
-        parts.append(scaled_dot_product_attention(query, key, value, scale=scale))
-    return torch.cat(parts).view(q.shape)
+        for piece in places.pieces(index):
+            key, value = (_window(cache, piece.origin + low, length - low, 1, 0) for cache in (piece.k, piece.v))
+            # The query heads of a group take the place of query rows: each key is read once.
+            rows = piece.rows_of(query, kv_heads).unflatten(1, (key.shape[1], -1))
+            parts.append(scaled_dot_product_attention(rows, key, value, scale=scale).flatten(1, 2))
+    return torch.cat(parts, dim=1).view(q.shape)
 
 
 def prefill(
@@ -155,7 +149,7 @@ def prefill(
     causal: bool,
     out: Tensor | None,
 ) -> Tensor | None:
-    """Serve a plain `flash_prefill` call, or return None if a sequence's pages are not consecutive."""
+    """Serve a plain `flash_prefill` call, or return None if it is for the general path."""
     return _blocks(q, k, v, _lengths(seq_lens, most_keys), tables, cu_seqlens_q.tolist(), scale, window, causal, out)
 
 
@@ -171,45 +165,47 @@ def _blocks(
     causal: bool,
     out: Tensor | None,
 ) -> Tensor | None:
-    """One call per tile of rows of each block; None also for offsets that no checked call has."""
+    """One call per tile of rows of each piece of a block; None also for offsets that no checked call has."""
     if scale is not None and scale <= 0.0:
         return None  # PyTorch masks before it scales: a masked score of -inf would become NaN or +inf
     counts = [end - start for start, end in itertools.pairwise(offsets)]
     if min(counts, default=0) < 0 or not 0 <= offsets[0] <= offsets[-1] <= q.shape[0]:
         return None
     lows = [0 if window is None else max(0, s - n - window + 1) for s, n in zip(lengths, counts, strict=True)]
-    origins = _origins(tables, lows, lengths, k.shape[0], k.shape[1])
-    if origins is None:
+    places = find(k, v, tables, lows, lengths)
+    if places is None:
         return None
     if _GROUPED and window is None and out is None and counts and lengths == counts and sum(counts) == q.shape[0]:
-        fresh = _fresh_prompts(q, k, v, counts, origins, scale, causal)
+        fresh = _fresh_prompts(q, k, v, counts, places.origins, scale, causal)
         if fresh is not None:
             return fresh
     result = torch.zeros_like(q, memory_format=torch.contiguous_format)  # not `out`, which may be q
-    for start, n, length, origin in zip(offsets[:-1], counts, lengths, origins, strict=True):
+    for index, (start, n, length) in enumerate(zip(offsets[:-1], counts, lengths, strict=True)):
         if n and length:
-            rows = slice(start, start + n)
-            _attend_block(q[rows], k, v, result[rows], origin, length, scale, window, causal)
+            for piece in places.pieces(index):
+                rows, part = (piece.rows_of(x[start : start + n], k.shape[2]) for x in (q, result))
+                _attend_block(rows, piece, part, length, scale, window, causal)
     return result if out is None else out.copy_(result)
 
 
-def _fresh_prompts(q: Tensor, k: Tensor, v: Tensor, counts: list[int], origins: list[int], scale: float | None, causal: bool) -> Tensor | None:
+def _fresh_prompts(
+    q: Tensor, k: Tensor, v: Tensor, counts: list[int], origins: Sequence[int | None], scale: float | None, causal: bool
+) -> Tensor | None:
     """Attend prompts of one length without a past, evenly spaced in the cache, in one call; None for others."""
     sequences, n = len(counts), counts[0]
-    step = origins[1] - origins[0] if sequences > 1 else 0
-    if not n or counts.count(n) != sequences or step < 0 or any(o != origins[0] + i * step for i, o in enumerate(origins)):
+    slots = [origin for origin in origins if origin is not None]
+    step = slots[1] - slots[0] if len(slots) > 1 else 0
+    if not n or counts.count(n) != sequences or step < 0 or slots != [slots[0] + i * step for i in range(sequences)]:
         return None
-    key, value = (_window(cache, origins[0], n, sequences, step) for cache in (k, v))
+    key, value = (_window(cache, slots[0], n, sequences, step) for cache in (k, v))
     query = q.view(sequences, n, *q.shape[1:]).transpose(1, 2)
     result = scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scale, enable_gqa=True)
     return result.transpose(1, 2).reshape(q.shape)
 
 
-def _attend_block(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, origin: int, length: int, scale: float | None, window: int | None, causal: bool
-) -> None:
-    """Write the attention of a block (n, H, D) over the keys `0 .. length - 1` of its sequence, key 0 being slot `origin`."""
-    n, kv_heads = q.shape[0], k.shape[2]
+def _attend_block(q: Tensor, piece: Piece, out: Tensor, length: int, scale: float | None, window: int | None, causal: bool) -> None:
+    """Write the attention of a block (n, H, D) over the keys `0 .. length - 1` of a piece of its sequence."""
+    n, kv_heads = q.shape[0], piece.k.shape[2]
     base = length - n
     maskless = window is None and (base <= 0 or not causal)  # no past to shift the diagonal: one call
     size = n if maskless else max(1, min(_TILE_ROWS, _MASK_ENTRIES // length))
@@ -221,7 +217,9 @@ def _attend_block(
         mask = None if maskless or end == start + 1 else _mask(base, start, end, low, high, window, causal)
         # Batch = kv heads, heads = their query heads: views with stride 0, no repeated keys.
         query = q[start:end].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
-        key, value = (_window(cache, origin + low, high - low, 1, 0).transpose(0, 1).expand(-1, query.shape[1], -1, -1) for cache in (k, v))
+        key, value = (
+            _window(cache, piece.origin + low, high - low, 1, 0).transpose(0, 1).expand(-1, query.shape[1], -1, -1) for cache in (piece.k, piece.v)
+        )
         part = scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal and maskless, scale=scale)
         out[start:end].unflatten(1, (kv_heads, -1)).copy_(part.permute(2, 0, 1, 3))
 
@@ -239,31 +237,3 @@ def _mask(base: int, start: int, end: int, low: int, high: int, window: int | No
 
 def _lengths(seq_lens: Tensor, most: int) -> list[int]:
     return [min(max(s, 0), most) for s in seq_lens.tolist()]
-
-
-def _origins(tables: Tensor, lows: list[int], lengths: list[int], pages: int, page_size: int) -> list[int] | None:
-    """Return the slot of key 0 of each sequence, supposing that its pages follow one another.
-
-    `tables` holds the pages of each sequence, or (B,) the first of consecutive ones.
-
-    Returns:
-        None if pages in use do not follow one another, or if a sequence is too long for this module.
-    """
-    if any(s - low > _MOST_KEYS for s, low in zip(lengths, lows, strict=True)):
-        return None
-    if tables.dim() == 1:
-        first: list[int] = tables.tolist()
-        inside = all(f >= 0 and f + s <= pages for f, s in zip(first, lengths, strict=True))
-        return first if inside else None
-    origins = []
-    columns = -(-max(lengths, default=0) // page_size)
-    for row, low, length in zip(tables[:, :columns].tolist(), lows, lengths, strict=True):
-        begin, end = low // page_size, -(-length // page_size)
-        if begin >= end:
-            origins.append(0)
-            continue
-        page = row[begin]
-        if page < 0 or page + end - begin > pages or row[begin:end] != list(range(page, page + end - begin)):
-            return None
-        origins.append((page - begin) * page_size)
-    return origins

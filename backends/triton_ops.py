@@ -122,6 +122,7 @@ def plan_decode(
             max_seq_len=max_seq_len,
             q_len=q_len,
             window=window,
+            kv_dtype=facts.kv_dtype,
             batch_invariant=batch_invariant,
             out=None if out is None else out.data,
         )

@@ -23,6 +23,8 @@ _SETTINGS: dict[str, Any] = {"no_args_is_help": True, "pretty_exceptions_enable"
 app = typer.Typer(help="Inference kernels: what this machine has, what serves each op, and why.", **_SETTINGS)
 config_app = typer.Typer(help="Check, list and show YAML device configs.", **_SETTINGS)
 app.add_typer(config_app, name="config")
+bench_app = typer.Typer(help="Measure ops on this machine, beside other implementations.", **_SETTINGS)
+app.add_typer(bench_app, name="bench")
 
 #: pytest's exit status -> ours; any other is 1.
 _EXIT = {0: 0, 4: 2}
@@ -202,6 +204,56 @@ def generate(
         stats=stats,
     )
     generation.generate([*(prompts or ()), *(generation.read_prompts(batch) if batch else ())], options)
+
+
+@bench_app.command("decode")
+def bench_decode(
+    backend: BackendOption = None,
+    against: Annotated[
+        Path | None, typer.Option("--against", metavar="PEERS.py", help="Python file with other implementations to compare with.")
+    ] = None,
+    only: Annotated[list[str] | None, typer.Option("--only", metavar="TEXT", help="Only cases whose name contains it; may be repeated.")] = None,
+    group: Annotated[
+        list[str] | None,
+        typer.Option("--group", help="main (default), fp8, mla, invariant, pages, groups, dims, qlen, window, batch, host or all; may be repeated."),
+    ] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write everything there, after each row.")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw rates over sizes there.")] = None,
+    markdown: Annotated[Path | None, typer.Option("--markdown", metavar="FILE", help="Write the tables there.")] = None,
+    device: Annotated[str, typer.Option("--device", "-d", help="cuda, cuda:N, or cpu for one step of the reference beside transformers'.")] = "cuda",
+    limit_seconds: Annotated[float | None, typer.Option("--limit-seconds", metavar="N", min=0, help="Start no row after that many seconds.")] = None,
+) -> None:
+    """Measure flash_decode: time, rate of reading keys and values, and how close that is to what the GPU can.
+
+    The read ceiling is measured first. With --against, each implementation of that file runs on the same buffers under the
+    same timer; one that fails or is wrong is reported and never counts as beaten.
+    """
+    from hal.bench.decode import Options, run
+
+    run(
+        Options(
+            backend=backend,
+            against=against,
+            only=tuple(only or ()),
+            groups=tuple(group or ("main",)),
+            json_path=json_path,
+            plot_path=plot,
+            markdown_path=markdown,
+            device=device,
+            limit_seconds=limit_seconds,
+        )
+    )
+
+
+@bench_app.command("plot")
+def bench_plot(
+    run_json: Annotated[Path, typer.Argument(metavar="RUN.json", help="What hal bench decode --json wrote.")],
+    picture: Annotated[Path, typer.Argument(metavar="FILE.png", help="Picture to write; .svg and .pdf work too.")],
+) -> None:
+    """Draw the plot of an earlier run: for machines without matplotlib."""
+    from hal.bench.plot import draw_file
+
+    draw_file(run_json, picture)
 
 
 def _device(text: str) -> str:

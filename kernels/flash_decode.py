@@ -1,23 +1,26 @@
-"""Launcher of `flash_decode` and of its planner: at most four kernels and no other device work.
+"""Launcher of `flash_decode` and of its planner: at most three kernels and no other device work.
 
-depths (tree mask with ALiBi or window) -> plan (unless given) -> main -> merge of split units. Nothing waits for the
-device. The merge is left out when no unit can be split. Scratch is bounded by twice the programs that fill the device
-(eight times in a batch-invariant call) times one tile of rows.
+depths (tree mask with ALiBi or window) -> main -> merge of cut units. Nothing waits for the device. The merge is left
+out when no unit can be cut. Scratch is bounded by twice the programs that fill the device (eight times in a
+batch-invariant call) times one tile of rows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from hal.kernels.decode_hopper import decode_hopper_kernel, hopper_dims, hopper_strides, merge_shape
 from hal.kernels.decode_kernel import decode_kernel
-from hal.kernels.decode_plan import Partition, partition_of, write_plan
-from hal.kernels.decode_reduce import REDUCE_ROWS, depth_kernel, reduce_kernel
+from hal.kernels.decode_partition import Partition, partition_of, unit_rows, write_plan
+from hal.kernels.decode_reduce import REDUCE_COLS, REDUCE_PARTS, depth_kernel, reduce_kernel
+from hal.kernels.launch import pdl_options
 from hal.kernels.layouts import head_dims, key_strides, page_size_of, scale_arguments, split_of, value_strides
-from hal.kernels.scratch import current_device, scratch
-from hal.kernels.tuning import INVARIANT_CHUNK, decode_config, device_class, interpreting
+from hal.kernels.scratch import counters, current_device, scratch
+from hal.kernels.tuning import DecodeConfig, decode_config, decode_programs, interpreting, is_hopper, supports_pdl
 
 __all__ = ["PlanBuffer", "flash_decode", "plan_decode", "split_dim"]
 
@@ -27,7 +30,7 @@ _MOST_KEYS = 2**31 - 2**17
 
 @dataclass(frozen=True)
 class PlanBuffer:
-    """A partition of uniform blocks on the device; `words` is None if the call needs none."""
+    """A partition of uniform blocks on the device; `words` is None for a call that does not read one."""
 
     partition: Partition
     words: Tensor | None
@@ -50,6 +53,7 @@ def plan_decode(
     max_seq_len: int,
     q_len: int,
     window: int | None,
+    kv_dtype: torch.dtype | None,
     batch_invariant: bool,
     out: PlanBuffer | None,
 ) -> PlanBuffer:
@@ -64,21 +68,49 @@ def plan_decode(
         max_seq_len: most keys of a sequence.
         q_len: query tokens of each sequence.
         window: visible keys, None for all.
-        batch_invariant: as in the calls.
+        kv_dtype: of a quantised cache, else None.
+        batch_invariant: as in the calls; their chunks must lie where the lengths of the moment put them, so that the
+            plan is empty.
         out: an earlier plan of the same facts.
     """
-    sequences, group = seq_lens.shape[0], num_heads // num_kv_heads
+    sequences, device = seq_lens.shape[0], seq_lens.device
     max_keys = min(max_seq_len, _MOST_KEYS)
-    partition = partition_of(
-        sequences, sequences * q_len, q_len, group, num_kv_heads, max(head_dim, head_dim_v), max_keys, batch_invariant, seq_lens.device
-    )
-    if not partition.planned or sequences == 0:
+    kv_bytes = 2 if kv_dtype is None else kv_dtype.itemsize
+    hopper = is_hopper(device) and not batch_invariant and hopper_dims(head_dim, head_dim_v)
+    partition, _ = _partition(
+        hopper, sequences, sequences * q_len, q_len, num_heads // num_kv_heads, num_kv_heads, head_dim, head_dim_v, max_keys,
+        kv_bytes, 2, batch_invariant, device,
+    )  # fmt: skip
+    if batch_invariant or sequences == 0:
         return out or PlanBuffer(partition, None)
-    words = out.words if out is not None else torch.empty(partition.words, dtype=torch.int32, device=seq_lens.device)
+    words = out.words if out is not None else torch.empty(partition.words(sequences), dtype=torch.int32, device=device)
     assert words is not None  # a plan of the same facts has the same partition
-    with current_device(seq_lens.device):
-        write_plan(words, partition, seq_lens, None, sequences * q_len, q_len, _bounded(window), max_keys)
+    with current_device(device):
+        write_plan(words, partition, seq_lens, None, sequences * q_len, q_len, _bounded(window), max_keys, pdl=supports_pdl(device))
     return out or PlanBuffer(partition, words)
+
+
+@lru_cache(maxsize=4096)
+def _partition(
+    hopper: bool,
+    sequences: int,
+    tokens: int,
+    q_len: int | None,
+    group: int,
+    num_kv_heads: int,
+    head_dim: int,
+    head_dim_v: int,
+    max_keys: int,
+    kv_bytes: int,
+    compute_bytes: int,
+    invariant: bool,
+    device: torch.device,
+) -> tuple[Partition, DecodeConfig]:
+    """Sizes of the partition and config of the main kernel; a pure function of facts that the host knows."""
+    rows = unit_rows(tokens, sequences, q_len, group, max(head_dim, head_dim_v), invariant)
+    config = decode_config("hopper" if hopper else "portable", head_dim, head_dim_v, kv_bytes, compute_bytes, rows)
+    programs = decode_programs(device, config)
+    return partition_of(sequences, tokens, q_len, group, num_kv_heads, rows, max_keys, invariant, programs, config.least), config
 
 
 def _bounded(window: int | None) -> int | None:
@@ -141,52 +173,85 @@ def flash_decode(
     page_size, group, window = page_size_of(k_cache, kv_layout), num_heads // num_kv_heads, _bounded(window)
     max_keys = min(block_tables.shape[1] * page_size, _MOST_KEYS)
     uniform = q_len if cu_seqlens_q is None else None
-    partition = partition_of(sequences, tokens, uniform, group, num_kv_heads, max(head_dim, head_dim_v), max_keys, batch_invariant, device)
-    kind = device_class(device)
-    heavy = partition.block_m > 16 or batch_invariant or tree_mask is not None
-    config = decode_config(kind, head_dim, head_dim_v, k_cache.element_size(), q.element_size(), heavy=heavy)
     d0, d1 = split_dim(head_dim)
     dv0, dv1 = split_dim(head_dim_v)
     k_tensor, k_factor, k_strides = scale_arguments(k_scale, kv_layout)
     v_tensor, v_factor, v_strides = scale_arguments(v_scale, kv_layout)
     k_per_token, v_per_token = (t is not None and t.dim() == 3 for t in (k_tensor, v_tensor))
+    key_steps, value_steps = key_strides(k_cache, kv_layout), value_strides(v_cache, kv_layout)
+    hopper = (
+        is_hopper(device)
+        and not (batch_invariant or k_per_token or v_per_token)
+        and tree_mask is None
+        and q.dtype != torch.float32
+        and hopper_dims(head_dim, head_dim_v)
+        and hopper_strides(kv_layout, key_steps, value_steps, k_cache.data_ptr() | v_cache.data_ptr())
+    )
+    partition, config = _partition(
+        hopper, sequences, tokens, uniform, group, num_kv_heads, head_dim, head_dim_v, max_keys,
+        k_cache.element_size(), q.element_size(), batch_invariant, device,
+    )  # fmt: skip
+    v_in_k = _values_in_keys(k_cache, v_cache, kv_layout, k_scale, v_scale)
     out_strides, lse_stride = out.stride(), 0 if lse is None else lse.stride(0)
-    fusion = not batch_invariant
+    fusion, pdl = not batch_invariant, supports_pdl(device)
+    grid = (partition.pieces * num_kv_heads,)
     with current_device(device):
-        plain = alibi_slopes is None and window is None
-        tree, depth, tree_stride, tree_columns = _tree_arguments(tree_mask, cu_seqlens_q, sequences, tokens, q_len, plain)
-        words = None
-        if partition.planned:
-            if plan is not None and cu_seqlens_q is None and plan.partition == partition:
-                words = plan.words
-            else:
-                words = scratch("plan", partition.words, torch.int32, device)
-                write_plan(words, partition, seq_lens, cu_seqlens_q, tokens, q_len, window, max_keys)
-        # Never None, also where nothing can be split: the kernel's code for split units needs a pointer to compile.
-        parts = scratch("partials", partition.max_slots * num_kv_heads * partition.block_m * (head_dim_v + 1), torch.float32, device)
-        decode_kernel[(partition.max_items * num_kv_heads,)](
-            q, k_cache, v_cache, out, lse, parts, words, seq_lens, block_tables, cu_seqlens_q,
-            alibi_slopes, sinks, tree, depth, k_tensor, v_tensor,
-            scale * k_factor, v_factor, softcap or None, window,
-            tokens, sequences, q_len, k_cache.shape[0], max_keys, partition.row_tiles, partition.max_items, partition.max_slots, num_kv_heads,
-            q.stride(0), q.stride(1), *key_strides(k_cache, kv_layout), *value_strides(v_cache, kv_layout),
-            out_strides[0], out_strides[1], lse_stride, block_tables.stride(0), tree_stride, tree_columns, *k_strides, *v_strides,
-            head_dim, d0, d1, head_dim_v, dv0, dv1, group, partition.token_rows, page_size, split_of(k_cache, kv_layout),
-            config.tile, partition.block_m, INVARIANT_CHUNK if batch_invariant else 0, k_per_token, v_per_token, interpreting(),
-            num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=fusion,
-        )  # fmt: skip
-        if partition.max_slots:
-            reduce_kernel[(partition.max_slots // 2 * num_kv_heads * (partition.block_m // REDUCE_ROWS),)](
+        if plan is not None and cu_seqlens_q is None and plan.partition == partition and plan.words is not None:
+            words = plan.words
+        else:
+            words = scratch("plan", partition.words(sequences), torch.int32, device)
+            write_plan(words, partition, seq_lens, cu_seqlens_q, tokens, q_len, window, max_keys, pdl=pdl)
+        # Never None, also where nothing can be cut: the kernel's code for cut units needs a pointer to compile.
+        parts = scratch("partials", partition.slots * num_kv_heads * partition.block_m * (head_dim_v + 1), torch.float32, device)
+        rows = min(partition.block_m, (uniform or tokens) * partition.token_rows)
+        merge = merge_shape(rows, head_dim_v, config.merge_registers) if hopper else (0, 0)
+        if hopper:
+            count = counters(3 * partition.pieces * num_kv_heads, device)
+            decode_hopper_kernel[grid](
+                q, k_cache, v_cache, out, lse, parts, count, words, seq_lens, block_tables, cu_seqlens_q, alibi_slopes, sinks, k_tensor, v_tensor,
+                scale * k_factor, v_factor, softcap or None, window,
+                tokens, sequences, q_len, k_cache.shape[0], max_keys, partition.pieces, partition.slots, num_kv_heads,
+                q.stride(0), q.stride(1), *key_steps[:3], *value_steps[:3],
+                out_strides[0], out_strides[1], lse_stride, block_tables.stride(0), k_strides[2], v_strides[2],
+                head_dim, d0, d1, head_dim_v, dv0, max(dv1, 64) if dv1 else 0, group, partition.token_rows, page_size, partition.block_m,
+                config.stages, v_in_k, *merge, config.copy_warps, config.copy_registers, pdl,
+                num_warps=config.warps, maxnreg=config.registers, **pdl_options(pdl),
+            )  # fmt: skip
+        else:
+            plain = alibi_slopes is None and window is None
+            tree, depth, tree_stride, tree_columns = _tree_arguments(tree_mask, cu_seqlens_q, sequences, tokens, q_len, plain, pdl)
+            decode_kernel[grid](
+                q, k_cache, v_cache, out, lse, parts, words, seq_lens, block_tables, cu_seqlens_q,
+                alibi_slopes, sinks, tree, depth, k_tensor, v_tensor,
+                scale * k_factor, v_factor, softcap or None, window,
+                tokens, sequences, q_len, k_cache.shape[0], max_keys, partition.pieces, partition.slots, num_kv_heads,
+                q.stride(0), q.stride(1), *key_steps, *value_steps,
+                out_strides[0], out_strides[1], lse_stride, block_tables.stride(0), tree_stride, tree_columns, *k_strides, *v_strides,
+                head_dim, d0, d1, head_dim_v, dv0, dv1, group, partition.token_rows, page_size, split_of(k_cache, kv_layout),
+                config.tile, partition.block_m, partition.step, batch_invariant, v_in_k, k_per_token, v_per_token, interpreting(), pdl,
+                num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=fusion, **pdl_options(pdl),
+            )  # fmt: skip
+        if partition.splits and not merge[0]:
+            columns = min(REDUCE_COLS, 1 << (head_dim_v - 1).bit_length())
+            reduce_kernel[((partition.pieces - 1) * num_kv_heads * rows * -(-head_dim_v // columns),)](
                 out, lse, parts, words, cu_seqlens_q, sinks, v_tensor, v_factor,
-                tokens, sequences, q_len, partition.max_items, partition.max_slots, num_kv_heads,
+                tokens, sequences, q_len, partition.pieces, partition.slots, num_kv_heads, rows,
                 out_strides[0], out_strides[1], lse_stride, v_strides[2],
-                head_dim_v, 1 << (head_dim_v - 1).bit_length(), group, partition.token_rows, partition.block_m, REDUCE_ROWS, v_per_token,
-                num_warps=2, num_stages=2, enable_fp_fusion=fusion,
+                head_dim_v, columns, group, partition.token_rows, partition.block_m, batch_invariant, REDUCE_PARTS, v_per_token, pdl,
+                num_warps=4, num_stages=1, enable_fp_fusion=fusion, **pdl_options(pdl),
             )  # fmt: skip
 
 
+def _values_in_keys(k_cache: Tensor, v_cache: Tensor, layout: str, k_scale: float | Tensor | None, v_scale: float | Tensor | None) -> bool:
+    """Whether the values are the leading elements of the keys, as in MLA, so that one load serves both."""
+    if k_cache.data_ptr() != v_cache.data_ptr() or layout not in ("NHD", "HND") or k_scale is not None or v_scale is not None:
+        return False
+    first, rest = split_dim(v_cache.shape[3])
+    return k_cache.stride() == v_cache.stride() and rest == 0 and first == split_dim(k_cache.shape[3])[0]
+
+
 def _tree_arguments(
-    tree_mask: Tensor | None, cu_seqlens_q: Tensor | None, sequences: int, tokens: int, q_len: int, plain: bool
+    tree_mask: Tensor | None, cu_seqlens_q: Tensor | None, sequences: int, tokens: int, q_len: int, plain: bool, pdl: bool
 ) -> tuple[Tensor | None, Tensor | None, int, int]:
     """(mask as bytes, depths or None, row stride, columns); depths are needed unless positions are (`plain`)."""
     if tree_mask is None:
@@ -196,5 +261,8 @@ def _tree_arguments(
     if plain or sequences == 0:
         return tree, None, tree.stride(0), columns
     depth = scratch("depth", tokens, torch.int32, tree.device)
-    depth_kernel[(sequences,)](depth, tree, cu_seqlens_q, tokens, q_len, tree.stride(0), columns, num_warps=1, num_stages=1, enable_fp_fusion=True)
+    depth_kernel[(sequences,)](
+        depth, tree, cu_seqlens_q, tokens, q_len, tree.stride(0), columns, pdl,
+        num_warps=1, num_stages=1, enable_fp_fusion=True, **pdl_options(pdl),
+    )  # fmt: skip
     return tree, depth, tree.stride(0), columns

@@ -1,4 +1,4 @@
-"""Work memory of the launchers.
+"""Work memory of the launchers, and counters that are always zero between kernels.
 
 A buffer belongs to (device, stream, host thread): two streams or two threads never share one, so no kernel of theirs
 can race through it. It keeps its address and is never freed, because a captured CUDA graph or a queued kernel may
@@ -14,11 +14,15 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-__all__ = ["buffers", "current_device", "current_stream", "scratch"]
+__all__ = ["buffers", "counters", "current_device", "current_stream", "scratch"]
 
 _Key = tuple[str, torch.dtype, torch.device, int, int]
 
 _CURRENT: dict[_Key, Tensor] = {}
+_COUNTERS: dict[tuple[torch.device, int, int], Tensor] = {}
+#: Zeros for captured calls: (tensor, elements handed out). What a graph was given belongs to it for good.
+_RESERVE: dict[torch.device, tuple[Tensor, int]] = {}
+_RESERVED = 1 << 20
 _RETIRED: list[Tensor] = []
 _LEAST = 1024
 
@@ -58,6 +62,34 @@ def scratch(name: str, size: int, dtype: torch.dtype, device: torch.device) -> T
     grown = max(_LEAST, 1 << max(0, size - 1).bit_length())
     _CURRENT[key] = torch.empty(grown, dtype=dtype, device=device)
     return _CURRENT[key]
+
+
+def counters(size: int, device: torch.device) -> Tensor:
+    """Return at least `size` int32 that are zero when a kernel begins; the kernel must leave them zero.
+
+    Captured calls each get their own, because graphs captured on one stream may be replayed on two at once. They come
+    from a reserve that eager calls keep filled (zeroing in the graph would cost each replay a node); if it is used up
+    within one capture, they are zeroed in the graph.
+
+    Args:
+        size: elements needed.
+        device: where.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        reserve, used = _RESERVE.get(device, (None, 0))
+        if reserve is None or used + size > reserve.shape[0]:
+            return torch.zeros(size, dtype=torch.int32, device=device)
+        _RESERVE[device] = reserve, used + size
+        return reserve[used : used + size]
+    key = (device, current_stream(device), threading.get_ident())
+    found = _COUNTERS.get(key)
+    if found is None or found.shape[0] < size:
+        found = _COUNTERS[key] = torch.zeros(max(_LEAST, 1 << (size - 1).bit_length()), dtype=torch.int32, device=device)
+    if device.type == "cuda":
+        reserve, used = _RESERVE.get(device, (None, 0))
+        if reserve is None or used > reserve.shape[0] // 2:
+            _RESERVE[device] = torch.zeros(_RESERVED, dtype=torch.int32, device=device), 0
+    return found
 
 
 def buffers() -> list[Tensor]:

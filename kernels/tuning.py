@@ -1,14 +1,11 @@
-"""Choices of speed, as data: which tile, how many warps and stages, how many programs. None changes a result beyond rounding.
+"""Choices of speed, as data: which tile, how many warps, stages and programs. None changes a result beyond rounding.
 
-Numbers of compute capability 9 come from a sweep on one H200 (Triton 3.6.0, page 16, bf16, one program per sequence,
-kv head and split): at D = 128 a tile of 64 keys with 2 warps and 3 or 4 stages reached 0.82 to 0.98 of the read
-ceiling from batch 8 on; at D = 256 a tile of 32, 4 warps and 3 stages 0.81; batch 1 was fastest with about 512
-programs in all, four per multiprocessor. Other rows keep the tile and lower the stages until K and V fit 99 KB.
+The figures behind the rows of compute capability 9 are in docs/flash_decode.md.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -16,60 +13,84 @@ import triton
 
 __all__ = [
     "INVARIANT_CHUNK",
-    "MIN_SPLIT_KEYS",
+    "STEP",
     "DecodeConfig",
     "decode_config",
-    "device_class",
+    "decode_programs",
     "interpreting",
+    "is_hopper",
     "packed_rows",
-    "target_programs",
+    "supports_pdl",
 ]
 
+#: Keys of one step of the partition: every tile divides it or is a multiple of it.
+STEP = 64
 #: Keys of one chunk of a batch-invariant call: a constant, so that no row's sum depends on anything but its own keys.
 INVARIANT_CHUNK = 512
-#: A split shorter than this costs more in the reduction than it gains.
-MIN_SPLIT_KEYS = 128
-_PROGRAMS_PER_MULTIPROCESSOR = 4
 #: Enough to split long sequences of the tests under the interpreter, at about 10 ms a program.
 _INTERPRETED_PROGRAMS = 8
 
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """Keys of a tile, warps of a program, stages of the load pipeline."""
+    """How the main kernel runs.
+
+    Attributes:
+        tile: keys of a tile.
+        warps: of a program.
+        stages: of the load pipeline.
+        residents: programs that a multiprocessor holds at once.
+            least: fewest steps of a piece: a shorter one costs more in the reduction than it gains.
+        copy_warps: warps that only copy (Hopper kernel).
+        copy_registers: registers of a thread of those.
+        merge_registers: registers of a thread that hold partials while a cut unit is merged (Hopper kernel).
+    """
 
     tile: int
     warps: int
     stages: int
+    residents: int
+    least: int = 2
+    copy_warps: int = 4
+    copy_registers: int = 88
+    merge_registers: int = 64
+
+    @property
+    def registers(self) -> int:
+        """Registers of a thread at which `residents` programs fit."""
+        return min(240, 65536 // (32 * (self.warps + self.copy_warps) * self.residents) // 8 * 8)
 
 
-#: (device class, width class, bytes of a K/V element) -> config. Width is the larger head dim, rounded up.
-_DECODE: dict[tuple[str, int, int], DecodeConfig] = {
-    ("hopper", 64, 1): DecodeConfig(64, 2, 4),
-    ("hopper", 64, 2): DecodeConfig(64, 2, 4),
-    ("hopper", 64, 4): DecodeConfig(32, 8, 2),
-    ("hopper", 128, 1): DecodeConfig(64, 4, 3),
-    ("hopper", 128, 2): DecodeConfig(64, 2, 3),
-    ("hopper", 128, 4): DecodeConfig(16, 8, 2),
-    ("hopper", 256, 1): DecodeConfig(32, 4, 3),
-    ("hopper", 256, 2): DecodeConfig(32, 4, 3),
-    ("hopper", 256, 4): DecodeConfig(16, 4, 2),
-    ("hopper", 576, 1): DecodeConfig(32, 8, 2),
-    ("hopper", 576, 2): DecodeConfig(32, 8, 2),
-    ("hopper", 576, 4): DecodeConfig(16, 8, 1),
-    ("other", 64, 1): DecodeConfig(64, 4, 3),
-    ("other", 64, 2): DecodeConfig(64, 4, 3),
-    ("other", 64, 4): DecodeConfig(32, 8, 2),
-    ("other", 128, 1): DecodeConfig(64, 4, 2),
-    ("other", 128, 2): DecodeConfig(64, 4, 2),
-    ("other", 128, 4): DecodeConfig(16, 8, 2),
-    ("other", 256, 1): DecodeConfig(32, 4, 2),
-    ("other", 256, 2): DecodeConfig(32, 4, 2),
-    ("other", 256, 4): DecodeConfig(16, 4, 2),
-    ("other", 576, 1): DecodeConfig(16, 8, 2),
-    ("other", 576, 2): DecodeConfig(16, 8, 2),
-    ("other", 576, 4): DecodeConfig(16, 8, 1),
+#: (kernel, width class, bytes of a K/V element, most rows of a unit) -> config. Width is the larger head dim, rounded up.
+_DECODE: dict[tuple[str, int, int, int], DecodeConfig] = {
+    ("hopper", 64, 1, 64): DecodeConfig(64, 4, 4, 2, merge_registers=32),
+    ("hopper", 64, 2, 16): DecodeConfig(64, 4, 3, 3, copy_registers=64, merge_registers=16),
+    ("hopper", 64, 2, 64): DecodeConfig(64, 4, 3, 2, merge_registers=32),
+    ("hopper", 128, 1, 16): DecodeConfig(64, 4, 3, 2),
+    ("hopper", 128, 1, 64): DecodeConfig(64, 4, 4, 1, copy_registers=120),
+    ("hopper", 128, 2, 16): DecodeConfig(64, 4, 3, 2),
+    ("hopper", 128, 2, 32): DecodeConfig(64, 4, 6, 1, copy_registers=120),
+    ("hopper", 128, 2, 64): DecodeConfig(64, 4, 5, 1, copy_registers=120),
+    ("hopper", 192, 1, 64): DecodeConfig(64, 4, 4, 1, copy_registers=120),
+    ("hopper", 192, 2, 64): DecodeConfig(64, 4, 3, 1, copy_registers=120),
+    ("hopper", 256, 1, 64): DecodeConfig(64, 4, 2, 1, copy_registers=120, merge_registers=32),
+    ("hopper", 256, 2, 64): DecodeConfig(64, 4, 3, 1, copy_warps=8, merge_registers=32),
+    ("hopper", 576, 2, 64): DecodeConfig(64, 4, 2, 1, copy_registers=160),
+    ("portable", 64, 1, 64): DecodeConfig(64, 4, 3, 2),
+    ("portable", 64, 2, 64): DecodeConfig(64, 4, 3, 2),
+    ("portable", 64, 4, 64): DecodeConfig(32, 8, 2, 2),
+    ("portable", 128, 1, 64): DecodeConfig(64, 4, 2, 2),
+    ("portable", 128, 2, 64): DecodeConfig(64, 4, 2, 2),
+    ("portable", 128, 4, 64): DecodeConfig(16, 8, 2, 2),
+    ("portable", 256, 1, 64): DecodeConfig(32, 4, 2, 2),
+    ("portable", 256, 2, 64): DecodeConfig(32, 4, 2, 2),
+    ("portable", 256, 4, 64): DecodeConfig(16, 4, 2, 2),
+    ("portable", 576, 1, 64): DecodeConfig(16, 8, 2, 1),
+    ("portable", 576, 2, 64): DecodeConfig(16, 8, 2, 1),
+    ("portable", 576, 4, 64): DecodeConfig(16, 8, 1, 1),
 }
+_WIDTHS = (64, 128, 192, 256, 576)
+_ROWS = (16, 32, 64)
 
 
 def interpreting() -> bool:
@@ -78,40 +99,43 @@ def interpreting() -> bool:
 
 
 @cache
-def device_class(device: torch.device) -> str:
-    """`hopper` for NVIDIA devices with its 227 KB of shared memory (compute capability 9 and 10), else `other`."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return "other"
-    return "hopper" if torch.cuda.get_device_capability(device)[0] in (9, 10) else "other"
+def is_hopper(device: torch.device) -> bool:
+    """Whether `device` is an NVIDIA GPU of compute capability 9.0: `wgmma` exists there and nowhere else."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @cache
-def target_programs(device: torch.device) -> int:
-    """Programs of a decode call that fill the device."""
+def supports_pdl(device: torch.device) -> bool:
+    """Whether kernels on `device` can be placed while the one before drains: NVIDIA from compute capability 9.0 on."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@cache
+def decode_programs(device: torch.device, config: DecodeConfig) -> int:
+    """Programs of the main kernel that fill the device."""
     if device.type != "cuda":
         return _INTERPRETED_PROGRAMS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) * _PROGRAMS_PER_MULTIPROCESSOR
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) * config.residents
 
 
 @cache
-def decode_config(kind: str, head_dim: int, head_dim_v: int, kv_bytes: int, compute_bytes: int, *, heavy: bool) -> DecodeConfig:
-    """Return the config of the main kernel.
+def decode_config(kernel: str, head_dim: int, head_dim_v: int, kv_bytes: int, compute_bytes: int, rows: int) -> DecodeConfig:
+    """Return the config of a main kernel.
 
     Args:
-        kind: device class.
+        kernel: `hopper` or `portable`.
         head_dim: D.
         head_dim_v: Dv.
         kv_bytes: bytes of a K or V element.
         compute_bytes: bytes of an operand of `tl.dot`.
-        heavy: more than 16 rows, a tree mask, or a batch-invariant call: registers then ask for 4 warps.
+        rows: of a unit.
     """
-    width = max(head_dim, head_dim_v)
-    step = next(w for w in (64, 128, 256, 576) if width <= w)
-    config = _DECODE[kind, step, 4 if compute_bytes == 4 else kv_bytes]
-    return replace(config, warps=max(4, config.warps)) if heavy else config
+    size = 4 if compute_bytes == 4 else kv_bytes
+    widths = [w for w in _WIDTHS if w >= max(head_dim, head_dim_v)]
+    keys = ((kernel, width, size, most) for width in widths for most in _ROWS if most >= rows)
+    return next(_DECODE[key] for key in keys if key in _DECODE)
 
 
 def packed_rows(rows: int, head_dim: int) -> int:
-    """Rows of a `tl.dot` tile for `rows` (token, head) pairs: 16, 32 or 64; at most 32 where the accumulator is wide."""
-    most = 64 if head_dim <= 256 else 32
-    return min(most, max(16, 1 << max(0, rows - 1).bit_length()))
+    """Rows of a unit for `rows` (token, head) pairs: 16, 32 or 64; at most 32 where the accumulator is wide."""
+    return min(64 if head_dim <= 128 else 32, max(16, 1 << max(0, rows - 1).bit_length()))

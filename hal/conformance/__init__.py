@@ -20,6 +20,8 @@
 | `caches`        | paged caches in every layout and stride, poisoned                 |
 | `inputs`        | a case -> the arguments of a call                                 |
 | `cases`         | the tables of cases                                               |
+| `reported`      | inputs of public bug reports as stated, and grids of sizes        |
+| `long_contexts` | long caches filled on the device, and their float64 judge         |
 | `compare`       | tolerances, with their reasons                                    |
 | `test_*`        | the tests, one module per op or theme                             |
 """
@@ -29,4 +31,4 @@ from __future__ import annotations
 __all__ = ["SUITE_VERSION"]
 
 #: Version of the suite: it rises whenever a backend that passed may fail.
-SUITE_VERSION = "1.0"
+SUITE_VERSION = "1.1"

@@ -14,8 +14,9 @@ from hal.ops.layouts import cache_shapes
 __all__ = ["STORAGES", "CachePair", "blank_cache", "make_caches", "poison_value", "put"]
 
 #: How the caches lie in memory: compact; K and V in one buffer [pages, 2, ...]; extra rows behind each page; axes
-#: stored in another order; a slice of a stack of layers; only V padded, so that K and V strides differ.
-STORAGES = ("compact", "interleaved", "padded", "permuted", "stacked", "v_padded")
+#: stored in another order; a slice of a stack of layers; only V padded, so that K and V strides differ; extra elements behind
+#: each row of the last dimension.
+STORAGES = ("compact", "interleaved", "padded", "permuted", "stacked", "v_padded", "wide_rows")
 
 #: Order of the axes in memory for the storage "permuted", by number of axes; the contiguous one stays last.
 _PERMUTED = {4: (1, 0, 2, 3), 5: (2, 0, 1, 3, 4)}
@@ -55,6 +56,9 @@ def blank_cache(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     if storage == "padded":
         buffer = filled((shape[0], shape[1] + 1, *shape[2:]), fill, dtype, device)
         return buffer[:, : shape[1]], buffer
+    if storage == "wide_rows":
+        buffer = filled((*shape[:-1], shape[-1] + 8), fill, dtype, device)
+        return buffer[..., : shape[-1]], buffer
     buffer = filled(shape, fill, dtype, device)
     return buffer, buffer
 

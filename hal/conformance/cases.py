@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from hal.conformance.caches import STORAGES
+
 __all__ = ["DECODE", "DECODE_TOGGLES", "DTYPES", "PACKED_PREFILL", "PAGED_PREFILL", "PREFILL_TOGGLES", "Attention", "Toggle"]
 
 DTYPES = {
@@ -42,7 +44,8 @@ class Attention:
         padding: padding rows behind the last block. heads: (H, Hkv). dims: (D, Dv). page: P.
         dtype, kv: of q, and of a quantised cache. k_scale, v_scale: float, 0d, 1, head, token, token_padded.
         storage: see `hal.conformance.caches.STORAGES`. spare_pages: pages that nobody references.
-        table: what stands behind the last page: minus_one, huge, clean, or tight for no spare column.
+        table: what stands behind the last page: minus_one, huge, clean (page 0), or tight for no spare column.
+        spare_columns: columns of the table behind the longest sequence's last page.
         poison: what stands in slots that nobody may look at: nan, large, zero.
         q_storage: compact, packed_qkv or heads_first. out: given, new, strided or fp32.
         probe: q = 0 and V = the kv head, the position or the page id. extreme: scores in thousands.
@@ -63,6 +66,7 @@ class Attention:
     storage: str = "compact"
     spare_pages: int = 2
     table: str = "minus_one"
+    spare_columns: int = 2
     poison: str = "nan"
     q_storage: str = "compact"
     out: str = "given"
@@ -159,14 +163,22 @@ _STORAGE = (
     *(
         C(f"{layout}-{storage}", (9, 20), layout=layout, storage=storage)
         for layout in ("NHD", "HND", "HND_SPLIT", "SPLIT_V0")
-        for storage in ("compact", "interleaved", "padded", "permuted", "stacked", "v_padded")
+        for storage in STORAGES
     ),
     *(C(f"{layout}-bf16", (9, 20), layout=layout, dtype="bf16", dims=(32, 48), q_len=2) for layout in ("NHD", "HND", "HND_SPLIT", "SPLIT_V0")),
     C("B27-q-packed-qkv", (9, 20, 3), q_storage="packed_qkv"),
     C("B27-q-heads-first", (9, 20, 3), q_len=2, q_storage="heads_first"),
 )
 _SIZES = (
-    *(C(f"B35-group-{g}", (11,), heads=(g, 1), dims=(16, 16), probe="") for g in (1, 2, 3, 5, 6, 7, 9, 12, 16, 24, 71)),
+    # A group and a page together, because each pair is a kernel of its own on a GPU.
+    *(
+        C(f"B35-group-{g}-B39-page-{p}", (3072, 3), heads=(g, 1), page=p, dims=(16, 16))
+        for g, p in zip(
+            (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 71, 2),
+            (48, 1, 96, 2, 544, 3, 256, 16, 1072, 8, 192, 64, 528, 128, 2048),
+            strict=True,
+        )
+    ),
     *(C(f"B34-probe-head-{h}-{k}", (9,), heads=(h, k), dims=(16, 16), probe="head") for h, k in ((48, 2), (40, 2), (80, 4), (12, 3))),
     *(C(f"B37-dim-{d}", (11, 2), dims=(d, d), heads=(2, 1)) for d in (16, 40, 64, 72, 80, 96, 112, 120, 128, 160, 192, 256)),
     C("B37-dim-64-v-32", (11, 2), dims=(64, 32)),
@@ -175,9 +187,8 @@ _SIZES = (
     C("mla-576-512", (11, 2), dims=(576, 512), heads=(4, 1)),
     C("mla-shared", (11, 2), dims=(576, 512), heads=(4, 1), mla=True, dtype="bf16"),
     C("mla-shared-heads-16", (20,), dims=(576, 512), heads=(16, 1), mla=True, q_len=2),
-    *(C(f"B39-page-{p}", (70, 3), page=p, probe="position", heads=(2, 1)) for p in (1, 2, 3, 8, 16, 48, 64, 96, 192, 256, 528, 2048)),
-    *(C(f"B40-probe-page-{p}", (70,), page=p, probe="page", heads=(2, 1), spare_pages=5) for p in (1, 3, 16, 32)),
-    C("B36-longer", (400,), heads=(12, 2), dims=(16, 16), page=16),
+    *(C(f"B40-probe-page-{p}", (1000,), page=p, probe="page", heads=(2, 1), spare_pages=5) for p in (1, 3, 16, 32, 256)),
+    C("B36-4096-keys", (4096,), heads=(12, 2), dims=(16, 16), page=16),
     C("long-and-short", (600, 1, 0, 17), heads=(2, 1), dims=(16, 16), page=16),
 )
 _WINDOWS = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ from hal.conformance.quantised import QMAX, nearest_codes
 from hal.ops.checks import QUANTISED
 from hal.ops.layouts import CacheFacts, token_scale_shape
 
-__all__ = ["Built", "build_decode", "build_prefill", "strided_slice"]
+__all__ = ["Built", "Paged", "build_decode", "build_prefill", "strided_slice"]
 
 HUGE_ID = 2**30
 
@@ -151,14 +152,17 @@ def _extras(
 
 
 @dataclass
-class _Paged:
+class Paged:
+    """Caches, the table of their pages, and their scales."""
+
     pair: CachePair
     table: Tensor
     k_scale: float | Tensor | None
     v_scale: float | Tensor | None
 
 
-def _paged(case: Attention, generator: torch.Generator, sizes: list[int], device: torch.device) -> _Paged:
+def paged(case: Attention, generator: torch.Generator, sizes: list[int], device: torch.device) -> Paged:
+    """Fill the caches of a case slot by slot; `sizes` are its query tokens by sequence."""
     dtype = DTYPES[case.kv or case.dtype]
     needed = [-(-length // case.page) for length in case.lengths]
     pages = sum(needed) + case.spare_pages
@@ -168,7 +172,7 @@ def _paged(case: Attention, generator: torch.Generator, sizes: list[int], device
     if case.mla:
         pair = CachePair(pair.k, pair.k[..., : case.dims[1]], pair.buffers[:1])
     padding = {"minus_one": -1, "huge": HUGE_ID, "tight": 0, "clean": 0}[case.table]
-    width = max([*needed, 0]) + (0 if case.table == "tight" else 2)
+    width = max([*needed, 0]) + (0 if case.table == "tight" else case.spare_columns)
     table = torch.full((len(needed), width), padding, dtype=torch.int32)
     facts = CacheFacts(pages, case.page, case.heads[1], *case.dims, 0)
     shape = token_scale_shape(case.layout, facts)
@@ -200,28 +204,28 @@ def _paged(case: Attention, generator: torch.Generator, sizes: list[int], device
                 divisor = scale.unsqueeze(-1) if isinstance(scale, Tensor) and scale.dim() else scale
             put(cache, case.layout, which, slots.to(device), _store(rows, divisor, dtype).to(device))
     moved = {w: s.to(device) if isinstance(s, Tensor) else s for w, s in scales.items()}
-    return _Paged(pair, table.to(device), moved["k"], moved["v"])
+    return Paged(pair, table.to(device), moved["k"], moved["v"])
 
 
 def _offsets(sizes: list[int], device: torch.device) -> Tensor:
     return torch.tensor([0, *torch.tensor(sizes, dtype=torch.int64).cumsum(0).tolist()], dtype=torch.int32, device=device)
 
 
-def build_decode(case: Attention, generator: torch.Generator, device: torch.device) -> Built:
-    """Return the arguments of the `flash_decode` call that a case describes."""
+def build_decode(case: Attention, generator: torch.Generator, device: torch.device, fill: Callable[..., Paged] = paged) -> Built:
+    """Return the arguments of the `flash_decode` call that a case describes, its caches filled by `fill`."""
     sizes = blocks(case)
     tokens = sum(sizes) + case.padding
-    paged = _paged(case, generator, sizes, device)
+    pages = fill(case, generator, sizes, device)
     extras, buffers = _extras(case, generator, sizes, tokens, device)
     args = {
         "q": _query(case, generator, tokens, device),
-        "k_cache": paged.pair.k,
-        "v_cache": paged.pair.v,
+        "k_cache": pages.pair.k,
+        "v_cache": pages.pair.v,
         "seq_lens": torch.tensor(case.lengths, dtype=torch.int32, device=device),
-        "block_tables": paged.table,
+        "block_tables": pages.table,
         "kv_layout": case.layout,
-        "k_scale": paged.k_scale,
-        "v_scale": paged.v_scale,
+        "k_scale": pages.k_scale,
+        "v_scale": pages.v_scale,
         **extras,
     }
     if isinstance(case.q_len, int):
@@ -244,9 +248,9 @@ def build_prefill(case: Attention, generator: torch.Generator, device: torch.dev
         **extras,
     }
     if not case.packed:
-        paged = _paged(case, generator, sizes, device)
-        args |= {"k": paged.pair.k, "v": paged.pair.v, "kv_layout": case.layout, "k_scale": paged.k_scale, "v_scale": paged.v_scale}
-        args |= {"seq_lens": torch.tensor(case.lengths, dtype=torch.int32, device=device), "block_tables": paged.table}
+        pages = paged(case, generator, sizes, device)
+        args |= {"k": pages.pair.k, "v": pages.pair.v, "kv_layout": case.layout, "k_scale": pages.k_scale, "v_scale": pages.v_scale}
+        args |= {"seq_lens": torch.tensor(case.lengths, dtype=torch.int32, device=device), "block_tables": pages.table}
         return Built(args, buffers)
     return Built(args | _packed(case, generator, sizes, device), buffers)
 

@@ -98,29 +98,34 @@ def test_poison_changes_no_bit(hal_subject: Subject, case: Attention) -> None:
 
 
 def test_stale_results_of_an_earlier_call(hal_subject: Subject) -> None:
-    small = build(hal_subject, Attention("small", (5, 40, 0)))
+    """B10: a call that overflowed leaves nothing behind."""
+    case = Attention("small", (5, 700, 0), page=16)
+    small = build(hal_subject, case)
     expected_out, expected_lse = (t.clone() for t in attend(hal_subject, small.args))
-    large = build(hal_subject, Attention("large", (64, 64, 64, 64, 64), dims=(32, 32)))
+    large = build(hal_subject, Attention("large", (64, 900, 64, 64, 300), page=16))
     large.args["v_cache"].fill_(torch.inf)
     large.args["k_cache"].fill_(torch.inf)
     hal_subject.call("flash_decode", large.args)
-    out, lse = attend(hal_subject, build(hal_subject, Attention("small", (5, 40, 0))).args)
+    out, lse = attend(hal_subject, build(hal_subject, case).args)
     assert_same_bits("out after a call that overflowed", out, expected_out)
     assert_same_bits("lse after a call that overflowed", lse, expected_lse)
 
 
-@pytest.mark.parametrize("planned", [False, True], ids=["no-plan", "plan"])
-@pytest.mark.parametrize("q_len", [1, 2, 3, 5, 8])
-def test_identical_sequences_agree(hal_subject: Subject, q_len: int, planned: bool) -> None:
-    """B41: every sequence after the first must be as right as the first."""
-    args = build(hal_subject, Attention("one", (60,), q_len=q_len, out="new", page=16)).args
+@pytest.mark.parametrize("how", ["no-plan", "plan", "unsplit", "batch-invariant"])
+@pytest.mark.parametrize("q_len", range(1, 9))
+def test_identical_sequences_agree(hal_subject: Subject, q_len: int, how: str) -> None:
+    """B41: every sequence after the first must be as right as the first, however its keys are split; to the bit if batch-invariant."""
+    case = Attention("one", (300,), q_len=q_len, out="new", page=16, heads=(2, 1), batch_invariant=how == "batch-invariant")
+    args = build(hal_subject, case).args
     args |= {"q": args["q"].repeat(4, 1, 1), "seq_lens": args["seq_lens"].repeat(4), "block_tables": args["block_tables"].repeat(4, 1)}
-    if planned:
-        args["plan"] = hal_subject.call("plan_decode", plan_facts(args))
+    if how in ("plan", "unsplit"):
+        lengths = args["seq_lens"] if how == "plan" else torch.zeros_like(args["seq_lens"])
+        args["plan"] = hal_subject.call("plan_decode", plan_facts(args | {"seq_lens": lengths}))
     out, lse = hal_subject.verify("flash_decode", args)
-    for b in range(1, 4):
-        assert_same_bits(f"out of sequence {b} against 0", out.unflatten(0, (4, q_len))[b], out.unflatten(0, (4, q_len))[0])
-        assert_same_bits(f"lse of sequence {b} against 0", lse.unflatten(0, (4, q_len))[b], lse.unflatten(0, (4, q_len))[0])
+    if case.batch_invariant:
+        for b in range(1, 4):
+            assert_same_bits(f"out of sequence {b} against 0", out.unflatten(0, (4, q_len))[b], out.unflatten(0, (4, q_len))[0])
+            assert_same_bits(f"lse of sequence {b} against 0", lse.unflatten(0, (4, q_len))[b], lse.unflatten(0, (4, q_len))[0])
 
 
 def plan_facts(args: dict[str, Any]) -> dict[str, Any]:
@@ -179,29 +184,39 @@ def test_block_and_padding_change_no_bit(hal_subject: Subject) -> None:
     assert_same_bits("under a wider table", wider, out)
 
 
-@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
-def test_split_and_merge(hal_subject: Subject, sinks: bool) -> None:
+_SPLIT = (
+    (Attention("plain", (64,), heads=(4, 2), out="new"), 40),
+    (Attention("sinks", (64,), heads=(4, 2), out="new", sinks=True), 40),
+    (Attention("1024-and-576", (1600,), heads=(8, 2), dims=(128, 128), page=16, dtype="bf16", out="fp32"), 1024),
+)
+
+
+@pytest.mark.parametrize(("case", "cut"), _SPLIT, ids=[case.id for case, _ in _SPLIT])
+def test_split_and_merge(hal_subject: Subject, case: Attention, cut: int) -> None:
     """B23: natural logarithms all the way; parts without sinks, the last merge with them."""
-    case = Attention("whole", (64,), page=8, heads=(4, 2), sinks=sinks, out="new")
-    args = build(hal_subject, case).args
+    args = {k: v for k, v in build(hal_subject, case).args.items() if k != "lse"}
     whole, whole_lse = hal_subject.verify("flash_decode", args)
     parts = []
-    for first, last in ((0, 40), (40, 64)):
-        table = args["block_tables"][:, first // 8 : last // 8].contiguous()
-        lengths = torch.tensor([last - first], dtype=torch.int32, device=whole.device)
-        parts.append(attend(hal_subject, {k: v for k, v in args.items() if k != "sinks"} | {"block_tables": table, "seq_lens": lengths}))
+    for first, last in ((0, cut), (cut, case.lengths[0])):
+        own = {
+            "block_tables": args["block_tables"][:, first // case.page : last // case.page].contiguous(),
+            "seq_lens": torch.tensor([last - first], dtype=torch.int32, device=whole.device),
+            "out": torch.empty_like(whole),
+        }
+        parts.append(attend(hal_subject, {k: v for k, v in args.items() if k != "sinks"} | own))
     merged = hal_subject.call(
         "merge_states", {"out_a": parts[0][0], "lse_a": parts[0][1], "out_b": parts[1][0], "lse_b": parts[1][1], "sinks": args.get("sinks")}
     )
-    hal_subject.note_error(close("merged out", merged[0], whole.double(), OUTPUT[torch.float32]))
-    hal_subject.note_error(close("merged lse", merged[1], whole_lse.double(), LSE[torch.float32], least=1.0))
+    hal_subject.note_error(close("merged out", merged[0], whole.double(), OUTPUT[args["q"].dtype]))
+    hal_subject.note_error(close("merged lse", merged[1], whole_lse.double(), LSE[args["q"].dtype], least=1.0))
 
 
 def test_empty_part_merges_away(hal_subject: Subject) -> None:
     """B4: a rank that owns no key."""
-    args = build(hal_subject, Attention("part", (0, 33))).args
+    args = build(hal_subject, Attention("part", (0, 64))).args
     out, lse = attend(hal_subject, args)
     other, other_lse = torch.randn_like(out), torch.randn_like(lse)
+    other_lse[0] = 0.0  # a state of weight 1
     merged, merged_lse = hal_subject.call("merge_states", {"out_a": out, "lse_a": lse, "out_b": other, "lse_b": other_lse})
     assert_same_bits("merged with an empty part", merged[0], other[0])
     assert_same_bits("lse merged with an empty part", merged_lse[0], other_lse[0])
@@ -217,13 +232,16 @@ def test_causal_corner_by_hand(hal_subject: Subject) -> None:
     close("mean of 6, 7, 8, 9", out[:, 0, 0], torch.tensor([7.5]), OUTPUT[torch.float32])
 
 
-def test_alibi_by_hand(hal_subject: Subject) -> None:
-    """B56: slope 0.5, q = 0, five keys."""
-    args = build(hal_subject, Attention("alibi", (5,), heads=(2, 2), probe="position")).args
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "zero-sinks"])
+def test_alibi_by_hand(hal_subject: Subject, sinks: bool) -> None:
+    """B56: slope 0.5, q = 0, five keys; the last row of a block sees them all, the one before it one less."""
+    args = build(hal_subject, Attention("alibi", (5,), q_len=2, heads=(2, 2), probe="position")).args
     args["alibi_slopes"] = torch.tensor([0.5, 0.5], device=hal_subject.device)
+    args["sinks"] = torch.zeros(2, device=hal_subject.device) if sinks else None
     _, lse = hal_subject.verify("flash_decode", args)
-    expected = torch.tensor([-2.0, -1.5, -1.0, -0.5, 0.0], dtype=torch.float64).logsumexp(0)
-    close("lse", lse, expected.expand(1, 2), LSE[torch.float32])
+    for row, scores in enumerate(([-1.5, -1.0, -0.5, 0.0], [-2.0, -1.5, -1.0, -0.5, 0.0])):
+        expected = torch.tensor(scores + [0.0] * sinks, dtype=torch.float64).logsumexp(0)
+        close(f"lse of row {row}", lse[row], expected.expand(2), LSE[torch.float32])
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16", "e4m3", "int8"])

@@ -20,6 +20,7 @@ from hal.conformance.outcomes import NotRun
 from hal.conformance.subject import Subject
 from hal.conformance.test_decode import plan_facts
 from hal.conformance.test_merge import states
+from hal.conformance.test_write import make as make_write
 from hal.errors import CaptureError
 from hal.ops.layouts import cache_shapes
 
@@ -76,6 +77,9 @@ _GRAPHS = (
     Attention("window-sinks", window=9, sinks=True),
     Attention("e4m3", kv="e4m3", k_scale="head", v_scale="float", dtype="bf16"),
     Attention("int8-token", kv="int8", k_scale="token", v_scale="token", dtype="fp16"),
+    Attention("int8-device-scales", kv="int8", k_scale="0d", v_scale="1", dtype="bf16"),
+    Attention("varlen", q_len=(3, 0, 4, 1), padding=2, dtype="bf16"),
+    Attention("tree-alibi", q_len=5, tree="branches", alibi=True, dtype="bf16"),
     Attention("batch-invariant", batch_invariant=True),
 )
 
@@ -222,6 +226,17 @@ def test_merge_without_host_sync(hal_subject: Subject) -> None:
             hal_subject.backend().merge_states(**args)
 
 
+@WRITE
+@pytest.mark.parametrize("kv", ["", "int8"])
+def test_write_without_host_sync(hal_subject: Subject, kv: str) -> None:
+    scale = torch.tensor(0.05) if kv else None
+    args = make_write(hal_subject, [3, -1, 9, 2**31], kv=kv, k_scale=scale, v_scale=scale).args
+    hal_subject.call("write_kv", args)
+    if not hal_subject.host_sync("write_kv", args):
+        with no_host_sync():
+            hal_subject.backend().write_kv(**args)
+
+
 def agreeing(subject: Subject, args: dict[str, Any], expected: Tensor, wrong: Tensor) -> None:
     """Enqueue one call and count, on the device, the elements whose bits differ."""
     args["out"].fill_(math.nan)
@@ -229,18 +244,26 @@ def agreeing(subject: Subject, args: dict[str, Any], expected: Tensor, wrong: Te
     wrong += (args["out"] != expected).sum()
 
 
+def repetitions(subject: Subject, args: dict[str, Any], most: int) -> int:
+    """Fewer of a backend that waits for the device at each call: it has little that could overlap."""
+    return most // 50 if subject.host_sync("flash_decode", args) else most
+
+
 @DECODE
 def test_two_streams(hal_subject: Subject) -> None:
-    """B48: different shapes on two streams at once, many times."""
+    """B48: different shapes on two streams at once, 10,000 times."""
     device = hal_subject.device
-    cases = (Attention("a", (300, 7, 0), dtype="bf16", page=16), Attention("b", (900,), q_len=3, heads=(8, 1), dims=(64, 64), page=16))
+    cases = (
+        Attention("a", (3000, 7, 0), dtype="bf16", page=16),
+        Attention("b", (900, 5), q_len=3, heads=(8, 1), dims=(64, 64), page=16, dtype="bf16"),
+    )
     calls = []
     for case in cases:
         args = build_decode(case, hal_subject.generator(), device).args
         out, _ = hal_subject.verify("flash_decode", args)
         calls.append((torch.cuda.Stream(device), args, out.clone(), torch.zeros((), dtype=torch.int64, device=device)))
     torch.cuda.synchronize(device)
-    for _ in range(2000):
+    for _ in range(repetitions(hal_subject, calls[0][1], 10_000)):
         for stream, args, expected, wrong in calls:
             with torch.cuda.stream(stream):
                 agreeing(hal_subject, args, expected, wrong)
@@ -249,17 +272,24 @@ def test_two_streams(hal_subject: Subject) -> None:
 
 
 @DECODE
-def test_back_to_back(hal_subject: Subject) -> None:
-    """B47: two calls that differ in their lengths only, over and over without waiting."""
+@pytest.mark.parametrize("planned", [False, True], ids=["no-plan", "plan"])
+def test_back_to_back(hal_subject: Subject, planned: bool) -> None:
+    """B47: two calls with other lengths, a plan refreshed before each, over and over without waiting."""
     device = hal_subject.device
-    calls = []
-    for case in (_FIRST, _SECOND):
+    plan, calls = None, []
+    for lengths in ((3000, 0, 64, 5), (1, 2000, 0, 700)):
+        case = Attention("turn", lengths, dtype="bf16", page=16, spare_columns=188 - -(-max(lengths) // 16))
         args = build_decode(case, hal_subject.generator(), device).args
+        if planned:
+            plan = hal_subject.call("plan_decode", plan_facts(args) | {"out": plan})
+            args["plan"] = plan
         out, _ = hal_subject.verify("flash_decode", args)
-        calls.append((args, out.clone()))
+        calls.append((args, out.clone(), plan_facts(args)))
     wrong = torch.zeros((), dtype=torch.int64, device=device)
-    for _ in range(1000):
-        for args, expected in calls:
+    for _ in range(repetitions(hal_subject, calls[0][0], 1000)):
+        for args, expected, facts in calls:
+            if planned:
+                hal_subject.backend().plan_decode(**facts, out=plan)
             agreeing(hal_subject, args, expected, wrong)
     assert int(wrong) == 0
 
@@ -276,14 +306,31 @@ def test_repeated_runs_agree(hal_subject: Subject, dtype: str) -> None:
     assert int(wrong) == 0
 
 
-@DECODE
-def test_other_device(hal_subject: Subject) -> None:
-    """B51: every tensor on one device while another is current."""
+def second_device(subject: Subject) -> torch.device:
+    """Another device than that of the subject; ends the case as not run if there is none."""
     if torch.cuda.device_count() < 2:
         raise NotRun("one CUDA device only")
-    other = torch.device("cuda", (hal_subject.device.index + 1) % torch.cuda.device_count())
-    with torch.cuda.device(hal_subject.device):
-        args = build_decode(Attention("device", (33, 0, 64)), hal_subject.generator(), other).args
-        hal_subject.verify("flash_decode", args)
+    return torch.device("cuda", (subject.device.index + 1) % torch.cuda.device_count())
+
+
+@pytest.mark.parametrize("op", [pytest.param(op, marks=pytest.mark.hal_op(op)) for op in ("flash_decode", "plan_decode", "merge_states", "write_kv")])
+def test_other_device(hal_subject: Subject, op: str) -> None:
+    """B51: every tensor on one device while another is current; results and work memory are on the former."""
+    other, current = second_device(hal_subject), hal_subject.device
+    with torch.cuda.device(current):
+        torch.cuda.synchronize(current)
+        held = torch.cuda.memory_allocated(current)
+        args = build_decode(Attention("device", (3000, 0, 64), page=16, dtype="bf16"), hal_subject.generator(), other).args
+        if op == "write_kv":
+            moved = {n: t.to(other) if isinstance(t, Tensor) else t for n, t in make_write(hal_subject, [9, 0, -1], dtype="bf16").args.items()}
+            hal_subject.call(op, moved)
+            assert_same_bits("the row in slot 9", moved["k_cache"][1, 1], moved["key"][0])
+        elif op == "merge_states":
+            hal_subject.verify(op, {name: t.to(other) for name, t in states(hal_subject).items()})
+        elif op == "plan_decode":
+            hal_subject.verify("flash_decode", args | {"plan": hal_subject.call(op, plan_facts(args))})
+        else:
+            hal_subject.verify(op, args)
         torch.cuda.synchronize(other)
-        assert torch.cuda.current_device() == hal_subject.device.index
+        assert torch.cuda.current_device() == current.index
+        assert torch.cuda.memory_allocated(current) <= held

@@ -68,6 +68,16 @@ def test_stale_plan_changes_speed_only(hal_subject: Subject) -> None:
     hal_subject.verify("flash_decode", args | {"plan": plan})
 
 
+@pytest.mark.parametrize("q_len", [1, 3])
+@pytest.mark.parametrize("made_for", [(16384, 16384, 16384), (16384, 0, 0), (0, 16384, 1)], ids=str)
+def test_plan_of_longer_sequences(hal_subject: Subject, made_for: tuple[int, ...], q_len: int) -> None:
+    """L11: nearly all the splits of a sequence are without keys, and the sequences without splits may have keys."""
+    args = make(hal_subject, Attention("short", (40, 0, 700), q_len=q_len, page=16, spare_columns=1024 - 44))
+    stale = torch.tensor(made_for, dtype=torch.int32, device=hal_subject.device)
+    plan = hal_subject.call("plan_decode", plan_facts(args | {"seq_lens": stale}))
+    hal_subject.verify("flash_decode", args | {"plan": plan})
+
+
 def test_foreign_plan_is_ignored(hal_subject: Subject) -> None:
     args = make(hal_subject, CASES[0])
     plan = hal_subject.call("plan_decode", plan_facts(args))
@@ -77,7 +87,9 @@ def test_foreign_plan_is_ignored(hal_subject: Subject) -> None:
 
 @pytest.mark.hal_no_entry
 @pytest.mark.parametrize(
-    "change", [{"window": 5}, {"num_heads": 2}, {"batch_invariant": True}, {"page_size": 4}, {"q_len": 2}], ids=lambda c: next(iter(c))
+    "change",
+    [{"window": 5}, {"num_heads": 2}, {"batch_invariant": True}, {"page_size": 4}, {"q_len": 2}, {"max_seq_len": 100}],
+    ids=lambda c: next(iter(c)),
 )
 def test_plan_of_other_facts_is_refused(hal_subject: Subject, change: dict[str, Any]) -> None:
     hal_subject.require("flash_decode")

@@ -25,11 +25,13 @@ PAGES, PAGE = 5, 8
 
 @dataclass
 class Write:
-    """A call, the buffers around its caches, and the copies made before it."""
+    """A call, the buffers around its caches and its scales per token, and the copies of the former made before it."""
 
     args: dict[str, Any]
     pair: CachePair
     before: tuple[Tensor, ...]
+    scales: tuple[Tensor, ...]
+    page: int
 
 
 def make(
@@ -46,13 +48,21 @@ def make(
     page: int = PAGE,
     index: torch.dtype = torch.int64,
     factor: float = 1.0,
-    **scales: Any,
+    k_scale: Any = None,
+    v_scale: Any = None,
 ) -> Write:
-    """Build a call that writes random rows to `slots` of poisoned caches."""
+    """Build a call that writes random rows to `slots` of poisoned caches; scales may be "token" or "token_padded"."""
     g, device = subject.generator(), subject.device
     tokens = len(slots) if tokens is None else tokens
     cache_dtype = DTYPES[kv or dtype]
     pair = make_caches(layout, PAGES, page, heads, dims, cache_dtype, device, storage, poison_value(cache_dtype))
+    scales, buffers = {}, []
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        scales[name] = scale.to(device) if isinstance(scale, Tensor) else scale
+        if isinstance(scale, str):
+            pages, rows, columns = token_scale_shape(layout, CacheFacts(PAGES, page, heads, *dims, 0))
+            buffers.append(torch.full((pages, rows + 2 * (scale == "token_padded"), columns), math.nan, device=device))
+            scales[name] = buffers[-1][:, :rows]
     args: dict[str, Any] = {
         "key": (torch.randn(tokens, heads, dims[0], generator=g) * factor).to(device, DTYPES[dtype]),
         "value": (torch.randn(tokens, heads, dims[1], generator=g) * factor).to(device, DTYPES[dtype]),
@@ -60,9 +70,9 @@ def make(
         "v_cache": pair.v,
         "slot_mapping": torch.tensor(slots, dtype=index, device=device),
         "kv_layout": layout,
-        **{name: s.to(device) if isinstance(s, Tensor) else s for name, s in scales.items()},
+        **scales,
     }
-    return Write(args, pair, tuple(b.clone() for b in pair.buffers))
+    return Write(args, pair, tuple(b.clone() for b in pair.buffers), tuple(buffers), page)
 
 
 def slot(cache: Tensor, layout: str, which: str, index: int) -> Tensor:
@@ -73,15 +83,23 @@ def slot(cache: Tensor, layout: str, which: str, index: int) -> Tensor:
     return view.reshape(view.shape[0], -1)
 
 
-def erase(write: Write, page: int, slots: list[int]) -> None:
+def scale_of_slot(scale: Tensor, layout: str, page: int, index: int) -> Tensor:
+    """(Hkv,) of scales per token, as a view."""
+    return scale[index // page, index % page] if layout == "NHD" else scale[index // page, :, index % page]
+
+
+def erase(write: Write, slots: list[int]) -> None:
     """Put the poison back into the written slots, so that the buffers must equal their copies."""
     layout = write.args["kv_layout"]
     for which, cache in (("k", write.pair.k), ("v", write.pair.v)):
         value = poison_value(cache.dtype)
         raw = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
         fill = nearest_codes(torch.tensor([value]), cache.dtype).item() if cache.dtype.itemsize == 1 else value
+        scale = write.args.get(f"{which}_scale")
         for index in slots:
-            oracle.write_view(raw, layout, which, index // page, index % page).fill_(fill)
+            oracle.write_view(raw, layout, which, index // write.page, index % write.page).fill_(fill)
+            if isinstance(scale, Tensor) and scale.dim() == 3:
+                scale_of_slot(scale, layout, write.page, index).fill_(math.nan)
 
 
 def written(slots: list[int], page: int = PAGE) -> dict[int, list[int]]:
@@ -93,21 +111,30 @@ def written(slots: list[int], page: int = PAGE) -> dict[int, list[int]]:
     return found
 
 
-def run(subject: Subject, write: Write, slots: list[int], page: int = PAGE) -> None:
+def run(subject: Subject, write: Write, slots: list[int]) -> None:
     """Make the call; check each written slot against the rows that name it, and everything else for being untouched."""
     subject.call("write_kv", write.args, frozen=True)
+    layout = write.args["kv_layout"]
     for which, cache, rows in (("k", write.pair.k, write.args["key"]), ("v", write.pair.v, write.args["value"])):
         scale = write.args.get(f"{which}_scale")
-        for index, candidates in written(slots, page).items():
-            got = slot(cache, write.args["kv_layout"], which, index).cpu()
+        for index, candidates in written(slots, write.page).items():
+            got = slot(cache, layout, which, index).cpu()
+            per_token = scale_of_slot(scale, layout, write.page, index).tolist() if isinstance(scale, Tensor) and scale.dim() == 3 else None
             for head in range(rows.shape[1]):
-                check_row(f"{which} slot {index} head {head}", got[head], [rows[c, head].cpu() for c in candidates], cache.dtype, scale, head)
-    erase(write, page, list(written(slots, page)))
+                what, named = f"{which} slot {index} head {head}", [rows[c, head].cpu() for c in candidates]
+                if per_token is None:
+                    check_row(what, got[head], named, cache.dtype, scale, head)
+                else:
+                    check_scaled_row(what, got[head], named, cache.dtype, per_token[head])
+    erase(write, list(written(slots, write.page)))
     for buffer, before in zip(write.pair.buffers, write.before, strict=True):
         assert_same_bits("caches outside the written slots", buffer, before)
+    for buffer in write.scales:
+        assert bool(buffer.isnan().all()), "scales outside the written slots changed"
 
 
 def check_row(what: str, got: Tensor, candidates: list[Tensor], dtype: torch.dtype, scale: Any, head: int) -> None:
+    """Check a row of a slot, its scale given, against the rows that name the slot: it must be one of them."""
     if dtype not in QMAX:
         if not any(torch.equal(got, row) for row in candidates):
             raise AssertionError(f"{what}: {got.tolist()[:4]}..., expected {' or '.join(str(r.tolist()[:4]) for r in candidates)}...")
@@ -115,6 +142,15 @@ def check_row(what: str, got: Tensor, candidates: list[Tensor], dtype: torch.dty
     factor = 1.0 if scale is None else float(scale.reshape(-1)[head if scale.numel() > 1 else 0]) if isinstance(scale, Tensor) else scale
     error = min(rounding_error(row.double() / factor, got.view(dtype)) for row in candidates)
     assert error <= 1.0 + 1e-4, f"{what}: {error:.3f} half spacings from the nearest value of {dtype}"
+
+
+def check_scaled_row(what: str, got: Tensor, candidates: list[Tensor], dtype: torch.dtype, stored: float) -> None:
+    """Check a row of a slot and the scale stored for it: of one and the same of the rows that name the slot."""
+    wanted = [float(row.double().abs().max()) / QMAX[dtype] for row in candidates]
+    near = [row for row, scale in zip(candidates, wanted, strict=True) if abs(stored - scale) <= 1e-6 * scale]
+    assert near, f"{what}: scale {stored}, expected {' or '.join(map(str, wanted))}"
+    error = min(rounding_error(row.double() / (stored or 1.0), got.view(dtype)) for row in near)
+    assert error <= 1.0 + 1e-4, f"{what}: {error:.3f} half spacings from the nearest value of {dtype} at scale {stored}"
 
 
 SLOTS = [9, 0, 39, 17, 8]
@@ -133,7 +169,9 @@ def test_dtypes(hal_subject: Subject, dtype: str, index: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("layout", KV_LAYOUTS)
-@pytest.mark.parametrize("dims", [(16, 16), (40, 40), (80, 80), (96, 128), (120, 72), (256, 256), (576, 512)], ids=lambda d: f"{d[0]}-{d[1]}")
+@pytest.mark.parametrize(
+    "dims", [(16, 16), (40, 40), (80, 80), (96, 128), (120, 72), (256, 256), (528, 64), (576, 512)], ids=lambda d: f"{d[0]}-{d[1]}"
+)
 def test_head_dims(hal_subject: Subject, dims: tuple[int, int], layout: str) -> None:
     """B58: no element beyond a tile is lost, no neighbour touched."""
     run(hal_subject, make(hal_subject, SLOTS, dims=dims, layout=layout), SLOTS)
@@ -143,7 +181,7 @@ def test_head_dims(hal_subject: Subject, dims: tuple[int, int], layout: str) -> 
 @pytest.mark.parametrize("page", [1, 3, 16, 100])
 def test_pages(hal_subject: Subject, page: int, heads: int) -> None:
     slots = [0, PAGES * page - 1, page]
-    run(hal_subject, make(hal_subject, slots, page=page, heads=heads, dims=(16, 16)), slots, page)
+    run(hal_subject, make(hal_subject, slots, page=page, heads=heads, dims=(16, 16)), slots)
 
 
 @pytest.mark.parametrize("layout", KV_LAYOUTS)
@@ -261,34 +299,11 @@ def test_nan(hal_subject: Subject, kv: str, scale: float | None) -> None:
 @pytest.mark.parametrize("layout", KV_LAYOUTS)
 @pytest.mark.parametrize("kv", _QUANTISED)
 def test_scales_per_token(hal_subject: Subject, kv: str, layout: str, padded: bool) -> None:
-    """The op computes amax / qmax of each row, writes it, and quantises by it."""
-    dtype = DTYPES[kv]
-    shape = token_scale_shape(layout, CacheFacts(PAGES, PAGE, 2, 32, 32, 0))
-    buffers = {which: torch.full((shape[0], shape[1] + (1 if padded else 0), shape[2]), math.nan, device=hal_subject.device) for which in "kv"}
-    scales = {which: buffer[:, : shape[1]] for which, buffer in buffers.items()}
-    slots = [9, -1, 39, 17]
-    write = make(hal_subject, slots, kv=kv, layout=layout, factor=3.0)
-    write.args |= {"k_scale": scales["k"], "v_scale": scales["v"]}
+    """B29: the op computes amax / qmax of each row, writes it, and quantises by it."""
+    slots, kind = [9, -1, 39, 17], "token_padded" if padded else "token"
+    write = make(hal_subject, slots, kv=kv, layout=layout, factor=3.0, k_scale=kind, v_scale=kind)
     write.args["key"][3, 1] = 0.0
-    before = tuple(b.clone() for b in write.pair.buffers)
-    hal_subject.call("write_kv", write.args)
-    for which, rows in (("k", write.args["key"]), ("v", write.args["value"])):
-        for row, index in enumerate(slots):
-            if index < 0:
-                continue
-            at = (index // PAGE, index % PAGE) if layout == "NHD" else (index // PAGE, slice(None), index % PAGE)
-            got_scale = scales[which][at].cpu().double()
-            expected = rows[row].cpu().double().abs().amax(-1) / QMAX[dtype]
-            assert bool(((got_scale - expected).abs() <= 1e-6 * expected).all()), f"{which} scale of slot {index}: {got_scale}, expected {expected}"
-            for head in range(2):
-                codes = slot(write.pair.k if which == "k" else write.pair.v, layout, which, index)[head].cpu()
-                divided = rows[row, head].cpu().double() / (got_scale[head] if float(got_scale[head]) else 1.0)
-                assert rounding_error(divided, codes.view(dtype)) <= 1.0 + 1e-4
-            scales[which][at] = math.nan
-        assert bool(buffers[which].isnan().all()), f"{which} scales outside the written slots changed"
-    erase(write, PAGE, [s for s in slots if s >= 0])
-    for buffer, kept in zip(write.pair.buffers, before, strict=True):
-        assert_same_bits("caches outside the written slots", buffer, kept)
+    run(hal_subject, write, slots)
 
 
 @pytest.mark.parametrize("kv", _QUANTISED)
@@ -307,12 +322,10 @@ def test_scale_has_an_effect(hal_subject: Subject, kv: str) -> None:
 @pytest.mark.parametrize("layout", KV_LAYOUTS)
 def test_round_trip(hal_subject: Subject, layout: str, kv: str) -> None:
     """What `write_kv` stores, `flash_decode` reads: the two agree on every layout and scale."""
-    shape = token_scale_shape(layout, CacheFacts(PAGES, PAGE, 2, 32, 32, 0))
-    scales: dict[str, Any] = {f"{w}_scale": torch.full(shape, math.nan, device=hal_subject.device) for w in "kv"} if kv else {}
     pages = [3, 1]
     slots = [pages[j // PAGE] * PAGE + j % PAGE for j in range(13)]
-    write = make(hal_subject, slots, kv=kv, layout=layout, **scales)
-    write.args |= scales
+    kind = "token" if kv else None
+    write = make(hal_subject, slots, kv=kv, layout=layout, k_scale=kind, v_scale=kind)
     hal_subject.call("write_kv", write.args)
     device = hal_subject.device
     hal_subject.verify(
@@ -324,6 +337,7 @@ def test_round_trip(hal_subject: Subject, layout: str, kv: str) -> None:
             "seq_lens": torch.tensor([13], dtype=torch.int32, device=device),
             "block_tables": torch.tensor([[*pages, -1]], dtype=torch.int32, device=device),
             "kv_layout": layout,
-            **scales,
+            "k_scale": write.args["k_scale"],
+            "v_scale": write.args["v_scale"],
         },
     )

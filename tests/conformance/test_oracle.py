@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from hal.conformance import cases, oracle, outcomes, plugin
+from hal.conformance import cases, long_contexts, oracle, outcomes, plugin
 from hal.conformance.caches import STORAGES, make_caches, put
 from hal.conformance.cases import DECODE, PACKED_PREFILL, PAGED_PREFILL, Attention
 from hal.conformance.compare import LSE, OUTPUT, assert_same_bits, close
 from hal.conformance.inputs import build_decode, build_prefill
+from hal.conformance.long_contexts import build_long
 from hal.conformance.quantised import QMAX, decode_codes, nearest_codes, rounding_error
+from hal.conformance.reported import GRID, PAIRS, REPORTED
 from hal.ops import OPS
 from hal.ops.layouts import KV_LAYOUTS
 
@@ -129,10 +131,45 @@ def test_tolerances_have_reasons() -> None:
     assert [OUTPUT[d].limit for d in (torch.float32, torch.float16, torch.bfloat16)] == [2e-5, 3e-3, 2e-2]
 
 
-@pytest.mark.parametrize("table", [DECODE, PAGED_PREFILL, PACKED_PREFILL], ids=["decode", "paged", "packed"])
+_LONG = (
+    Attention("plain", (300, 0, 17, 1)),
+    Attention("block", (2, 40), q_len=4, table="tight", dims=(32, 48)),
+    Attention("varlen", (40, 9, 0), q_len=(3, 0, 2), padding=2, dtype="bf16"),
+    Attention("window", (90, 3), q_len=3, window=11, table="tight", softcap=2.0, sinks=True),
+    Attention("alibi", (40, 9), q_len=2, alibi=True, scale=0.3),
+    Attention("e4m3", (40, 9), kv="e4m3", table="huge", dtype="fp16"),
+    Attention("int8", (40, 9), kv="int8", k_scale="float", v_scale="float"),
+    Attention("mla", (40, 9), dims=(576, 512), mla=True, page=4),
+)
+
+
+@pytest.mark.parametrize("case", _LONG, ids=lambda c: c.id)
+def test_both_judges_agree(case: Attention) -> None:
+    for built in (build_long(case, torch.Generator().manual_seed(3), CPU), build_decode(case, torch.Generator().manual_seed(3), CPU)):
+        bound = vars(OPS["flash_decode"].bind((), built.args))
+        for ours, naive in zip(long_contexts.attention(bound), oracle.flash_decode(bound), strict=True):
+            assert torch.equal(ours.isfinite(), naive.isfinite())
+            assert torch.allclose(ours, naive, rtol=1e-12, atol=1e-13)
+
+
+def test_long_contexts_are_poisoned_and_shuffled() -> None:
+    args = build_long(Attention("long", (40, 3), page=8, spare_pages=5), torch.Generator().manual_seed(3), CPU).args
+    assert int((~args["k_cache"].isnan()).any(-1).any(-1).sum()) == 43
+    assert args["block_tables"][0, :5].tolist() != sorted(args["block_tables"][0, :5].tolist())
+
+
+@pytest.mark.parametrize("table", [DECODE, PAGED_PREFILL, PACKED_PREFILL, (*REPORTED, *GRID, *PAIRS)], ids=["decode", "paged", "packed", "reported"])
 def test_case_names_are_unique(table: tuple[Attention, ...]) -> None:
     names = [c.id for c in table]
     assert len(set(names)) == len(names)
+
+
+def test_pairs_of_features_meet() -> None:
+    """Any two features are on, off, and one without the other in some case."""
+    marks = [(c.window is not None, c.alibi, c.softcap > 0, c.sinks, bool(c.tree), bool(c.kv), c.batch_invariant) for c in PAIRS]
+    for i in range(7):
+        for j in range(i):
+            assert {(m[i], m[j]) for m in marks} == {(False, False), (False, True), (True, False), (True, True)}
 
 
 @pytest.mark.parametrize("op", ["flash_decode", "flash_prefill"])

@@ -1,0 +1,1 @@
+"""Benchmarks behind `hal bench`. Imports nothing heavy; each command imports its own modules."""

@@ -1,0 +1,43 @@
+# mypy: allow-untyped-defs
+"""Programmatic dependent launch: a kernel's programs are placed while the kernel before it drains (Hopper and later).
+
+A kernel that takes part calls `pdl_begin` before anything else: every program waits there until all work before this
+kernel is done and its writes are visible, and then lets the next kernel be placed, which waits in turn. So the order of
+memory is that of ordinary launches; only the launch latency between two kernels is hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+__all__ = ["pdl_begin", "pdl_options", "pdl_release", "pdl_wait"]
+
+
+@triton.jit
+def pdl_wait(PDL: tl.constexpr):
+    """Wait until all work before this kernel is done and visible."""
+    if PDL:
+        gdc_wait()
+
+
+@triton.jit
+def pdl_release(PDL: tl.constexpr):
+    """Allow the next kernel to be placed once every program of this one has come here or returned."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def pdl_begin(PDL: tl.constexpr):
+    """What most kernels do first: what follows them may rely on everything before them."""
+    pdl_wait(PDL)
+    pdl_release(PDL)
+
+
+def pdl_options(pdl: bool) -> dict[str, Any]:
+    """Launch options of a kernel that takes part; the AMD backend does not know the option."""
+    return {"launch_pdl": True} if pdl else {}
