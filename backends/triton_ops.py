@@ -43,7 +43,7 @@ def flash_decode(
     """See `hal.ops.attention.FlashDecode`."""
     tokens, heads, head_dim = q.shape
     if out is None:
-        out = torch.empty((tokens, heads, head_dims(k_cache, v_cache, kv_layout)[2]), dtype=q.dtype, device=q.device)
+        out = q.new_empty((tokens, heads, head_dims(k_cache, v_cache, kv_layout)[2]))
     if lse is None and return_lse:
         lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device)
     _decode.flash_decode(

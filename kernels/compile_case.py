@@ -38,7 +38,7 @@ class CompileCase:
 
     Attributes:
         name: unique and readable, such as `decode/bf16/D128`.
-        kernel: the `triton.jit` function.
+        kernel: the `triton.jit` or `gluon.jit` function.
         types: argument -> type string, `:16` appended for multiples of 16.
         constants: argument -> the value that it is bound to.
         warps: warps of a program.
@@ -48,6 +48,7 @@ class CompileCase:
         unserved: targets on which the backend refuses it with ARCH because some supported Triton does not compile it.
         no_spills: the case is on the main path and must not spill registers on NVIDIA targets.
         targets: the targets whose launcher uses this config; empty for all.
+        registers: most registers of a thread, None for what the compiler likes.
     """
 
     name: str
@@ -61,6 +62,7 @@ class CompileCase:
     unserved: frozenset[str] = field(default_factory=frozenset)
     no_spills: bool = False
     targets: tuple[str, ...] = ()
+    registers: int | None = None
 
 
 def refusals(kv_dtype: torch.dtype) -> tuple[frozenset[str], frozenset[str]]:

@@ -1,4 +1,5 @@
 # mypy: allow-untyped-defs
+# ruff: noqa: SIM108 (a conditional expression cannot choose between constants and values here)
 """Main kernel of `flash_decode` on NVIDIA Hopper, in Gluon: the same pieces, partials and mathematics as `decode_kernel`.
 
 What it adds is that copying and computing are done by different warps. The producer walks through the tiles of 64 keys
@@ -10,7 +11,10 @@ Scores and output are transposed, (keys, rows) and (head dim, rows): K and V^T a
 straight from shared memory, and the rows of a group are its narrow side (16 at least).
 
 Quantised caches are converted to fp16, which holds every fp8 and int8 value; a bf16 query is scaled by a power of two
-into fp16's range, and the score takes the power back.
+into fp16's range, and the score takes the power back. Keys in e4m3 meet a bf16 query without that: the query is written
+as a sum of two e4m3 terms, the second of which holds what the first leaves over (4 + 4 bits are what bf16 has), and
+both are multiplied with the keys as they are. Values are always converted: their sum runs over the whole context, where
+the short accumulator of fp8 products would show.
 """
 
 from __future__ import annotations
@@ -31,15 +35,24 @@ _LOG2E = gl.constexpr(LOG2E)
 _LN2 = gl.constexpr(LN2)
 #: Keys of a tile and of a step: the rows of one `wgmma`.
 TILE = gl.constexpr(64)
+# Renamed between Triton 3.6 and 3.9.
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+_start_copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 #: Integers that change from call to call: no variant of the kernel may depend on their value.
 VARYING = ["window", "tokens", "sequences", "q_len", "pages", "max_keys", "pieces", "slots", "num_kv_heads", "stride_bt"]
 
 
-def hopper_dims(head_dim: int, head_dim_v: int) -> bool:
-    """Whether the kernel serves these head dims: V^T needs 64 rows."""
-    return head_dim >= 64 and head_dim_v >= 64
+def hopper_dims(head_dim: int, head_dim_v: int, kv_bytes: int, *, v_in_k: bool) -> bool:
+    """Whether the kernel serves these head dims: V^T needs 64 rows, and two stages must fit into shared memory.
+
+    Args:
+        head_dim: D.
+        head_dim_v: Dv.
+        kv_bytes: bytes of a K or V element.
+        v_in_k: values are the leading elements of the keys.
+    """
+    return min(head_dim, head_dim_v) >= 64 and (max(head_dim, head_dim_v) <= 256 or (v_in_k and kv_bytes == 2))
 
 
 def merge_shape(rows: int, head_dim_v: int, registers: int) -> tuple[int, int]:
@@ -174,7 +187,7 @@ def _copy(smem, slot, base, rows, ok, D: gl.constexpr, BEGIN: gl.constexpr, WIDT
     mask = ok[:, None]
     if BEGIN + WIDTH > D:
         mask = mask & (column < D)[None, :]
-    async_copy.async_copy_global_to_shared(smem.index(slot), (base[:, None] + column[None, :]) + rows[:, None], mask=mask)
+    _start_copy(smem.index(slot), (base[:, None] + column[None, :]) + rows[:, None], mask=mask)
 
 
 @gluon.jit
@@ -273,9 +286,20 @@ def _with_sinks(lse, sinks_ptr, head, row_ok):
 
 
 @gluon.jit
+def _piece_at(place, share, long_steps, short, long):
+    """The piece that holds a place in the list of steps."""
+    piece = place
+    if place < long_steps:
+        piece = place // share
+    else:
+        piece = long + (place - long_steps) // short
+    return piece
+
+
+@gluon.jit
 def _merge(
     out_ptr, lse_ptr, part_ptr, lses, counter_ptr, sinks_ptr, value_scale,
-    unit_start, planned, share, piece, pieces, kv_head, num_kv_heads, row_tile, row_start, queries, stride_ot, stride_oh, stride_lt,
+    first_piece, parts, piece, pieces, kv_head, num_kv_heads, row_tile, row_start, queries, stride_ot, stride_oh, stride_lt,
     DV: gl.constexpr, G: gl.constexpr, TOKEN_ROWS: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr, BATCH: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
@@ -288,8 +312,6 @@ def _merge(
     WIDTH: gl.constexpr = 1 << (DV - 1).bit_length()
     OUT: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([BATCH, 1, 4], [1, 1, 32], [1, WARPS, 1], [2, 1, 0]))
     ROW: gl.constexpr = gl.SliceLayout(1, OUT)
-    first_piece = unit_start // share
-    parts = (unit_start + planned - 1) // share - first_piece + 1
     groups = (parts + GROUP - 1) // GROUP
     group_first = (piece - first_piece) // GROUP * GROUP
     group_count = gl.minimum(GROUP, parts - group_first)
@@ -347,6 +369,20 @@ def _staging_layout(width, element_bytes):
     return _operand_layout(width) if element_bytes == 2 else gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
 
 
+@gluon.constexpr_function
+def _key_layout(width, element_bytes, whole):
+    """Shared memory for keys; `whole`: 8-bit keys that are an operand as they are."""
+    return gl.NVMMASharedLayout(min(128, width), 8, 2) if whole else _staging_layout(width, element_bytes)
+
+
+@gluon.jit
+def _store_terms(values, target, ROWS: gl.constexpr):
+    """Write `values` (ROWS, width) as a sum of two terms in the dtype of `target` (2 * ROWS, width)."""
+    first = values.to(target.dtype)
+    target.slice(0, ROWS).store(first)
+    target.slice(ROWS, ROWS).store((values - first.to(gl.float32)).to(target.dtype))
+
+
 @gluon.jit
 def _produce(
     k_base, v_base, tables_ptr, seq_lens_ptr, cu_ptr, steps_ptr, sequence, row_tile, step, left,
@@ -400,7 +436,7 @@ def _produce(
 @gluon.jit
 def _consume(
     q_ptr, out_ptr, lse_ptr, part_ptr, counter_ptr, tables_ptr, seq_lens_ptr, cu_ptr, slopes_ptr, sinks_ptr, steps_ptr,
-    sequence, row_tile, step, left, share, piece, pieces, kv_head, score_scale, value_scale, softcap, window,
+    sequence, row_tile, step, left, share, long_steps, short, long, piece, pieces, kv_head, score_scale, value_scale, softcap, window,
     tokens, sequences, q_len, pages, max_keys, slots, num_kv_heads, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_bt,
     k0_ring, k1_ring, v0_ring, v1_ring, k0_wide, k1_wide, v0_wide, v1_wide, q0_smem, q1_smem, p_smem, full, empty,
     D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, DV: gl.constexpr, DV0: gl.constexpr, DV1: gl.constexpr,
@@ -410,22 +446,30 @@ def _consume(
     """Attend to the tiles of the piece as they arrive; write results and partials."""
     KV: gl.constexpr = k0_ring.dtype
     CONVERT: gl.constexpr = KV.primitive_bitwidth == 8
-    DOT: gl.constexpr = q0_smem.dtype
+    DOT: gl.constexpr = p_smem.dtype
     RESCALE: gl.constexpr = CONVERT and q_ptr.dtype.element_ty == gl.bfloat16
+    WHOLE: gl.constexpr = q0_smem.dtype == gl.float8e4nv
     # 8 elements a thread also where they have 8 bits: the wide stores then meet no bank twice.
     WIDEN: gl.constexpr = _copy_layout(D0, 2, WARPS)
     QUERY: gl.constexpr = _copy_layout(D0, 2, WARPS)
     SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
+    TERMS: gl.constexpr = 2 if WHOLE else 1
+    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TERMS * BLOCK_M, 16 * TERMS])
     KEY: gl.constexpr = gl.SliceLayout(1, SCORE)
     ROW: gl.constexpr = gl.SliceLayout(0, SCORE)
     slot = 0
     phase = 0
-    begin = piece * share  # place of the segment in the list of steps
+    begin = gl.minimum(piece, long) * share + gl.maximum(piece - long, 0) * short  # place of the segment in the list of steps
     while left > 0:
         sequence, row_start, queries, keys, first, last, tile, tiles, taken, planned, next_row_tile, next_sequence = _segment(
             sequence, row_tile, step, left, steps_ptr, seq_lens_ptr, cu_ptr, sequences, tokens, q_len, window, max_keys, TOKEN_ROWS, BLOCK_M
         )
         whole = taken == planned
+        first_piece = piece
+        parts = 1
+        if not whole:
+            first_piece = _piece_at(begin - step, share, long_steps, short, long)
+            parts = _piece_at(begin - step + planned - 1, share, long_steps, short, long) - first_piece + 1
         table = tables_ptr + sequence.to(gl.int64) * stride_bt
         next_page = _page_ids(table, tile, max_keys, P, KEY)
         q0, q1 = _queries(q_ptr, row_tile, row_start, queries, kv_head, stride_qt, stride_qh, D, D0, D1, G, TOKEN_ROWS, BLOCK_M, QUERY)
@@ -437,9 +481,15 @@ def _consume(
                 size = gl.maximum(size, gl.max(gl.abs(q1.to(gl.float32)), 1))
             power = (size.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
             power = gl.where((power > 1e-30) & (power < 1e30), power, 1.0)
-            q0_smem.store((q0.to(gl.float32) / power[:, None]).to(DOT))
-            if D1 > 0:
-                q1_smem.store((q1.to(gl.float32) / power[:, None]).to(DOT))
+            if WHOLE:
+                power = power * 0.0078125  # 2 ** -7: e4m3 reaches 448
+                _store_terms(q0.to(gl.float32) / power[:, None], q0_smem, BLOCK_M)
+                if D1 > 0:
+                    _store_terms(q1.to(gl.float32) / power[:, None], q1_smem, BLOCK_M)
+            else:
+                q0_smem.store((q0.to(gl.float32) / power[:, None]).to(DOT))
+                if D1 > 0:
+                    q1_smem.store((q1.to(gl.float32) / power[:, None]).to(DOT))
             row_scale = gl.convert_layout(power, ROW)
         else:
             q0_smem.store(q0.to(DOT))
@@ -468,25 +518,30 @@ def _consume(
             if window is not None:
                 visible = visible & (position[None, :] - key[:, None] < window)
             mbarrier.wait(full.index(slot), phase)
-            if CONVERT:
+            if CONVERT and not WHOLE:
                 _convert(k0_ring.index(slot), k0_wide, WIDEN)
                 if D1 > 0:
                     _convert(k1_ring.index(slot), k1_wide, WIDEN)
+                fence_async_shared()
+                _barrier()
+            else:
+                fence_async_shared()
+            k0 = k0_wide if CONVERT and not WHOLE else k0_ring.index(slot)
+            zero = gl.zeros([TILE, TERMS * BLOCK_M], gl.float32, PRODUCT)
+            scores = warpgroup_mma(k0, q0_smem.permute([1, 0]), zero, use_acc=False, is_async=True)
+            if D1 > 0:
+                k1 = k1_wide if CONVERT and not WHOLE else k1_ring.index(slot)
+                scores = warpgroup_mma(k1, q1_smem.permute([1, 0]), scores, is_async=True)
+            if CONVERT:  # while the scores are computed
                 if not V_IN_K:
                     _convert(v0_ring.index(slot), v0_wide, WIDEN)
                     if DV1 > 0:
                         _convert(v1_ring.index(slot), v1_wide, WIDEN)
-            fence_async_shared()
-            if CONVERT:
-                _barrier()
-                mbarrier.arrive(empty.index(slot), count=1)
-            k0 = k0_wide if CONVERT else k0_ring.index(slot)
-            zero = gl.zeros([TILE, BLOCK_M], gl.float32, SCORE)
-            scores = warpgroup_mma(k0, q0_smem.permute([1, 0]), zero, use_acc=False, is_async=True)
-            if D1 > 0:
-                k1 = k1_wide if CONVERT else k1_ring.index(slot)
-                scores = warpgroup_mma(k1, q1_smem.permute([1, 0]), scores, is_async=True)
+                elif WHOLE:
+                    _convert(k0_ring.index(slot), k0_wide, WIDEN)
             scores = warpgroup_mma_wait(0, deps=[scores])
+            if WHOLE:  # both terms of a row are in one thread
+                scores = gl.convert_layout(gl.sum(gl.reshape(scores, [TILE, TERMS, BLOCK_M]), 1), SCORE)
             if RESCALE:
                 scores = scores * row_scale[None, :]
             if softcap is not None:
@@ -505,6 +560,8 @@ def _consume(
             p_smem.store(p.to(DOT))
             fence_async_shared()
             _barrier()
+            if CONVERT:
+                mbarrier.arrive(empty.index(slot), count=1)
             acc0 = acc0 * alpha[None, :]
             v0 = (k0_wide if V_IN_K else v0_wide) if CONVERT else (k0_ring.index(slot) if V_IN_K else v0_ring.index(slot))
             acc0 = warpgroup_mma(v0.permute([1, 0]), p_smem, acc0, is_async=True)
@@ -550,7 +607,7 @@ def _consume(
             if MERGE_ROWS > 0:
                 _merge(
                     out_ptr, lse_ptr, part_ptr, lses, counter_ptr, sinks_ptr, value_scale,
-                    begin - step, planned, share, piece, pieces, kv_head, num_kv_heads, row_tile, row_start, queries, stride_ot, stride_oh, stride_lt,
+                    first_piece, parts, piece, pieces, kv_head, num_kv_heads, row_tile, row_start, queries, stride_ot, stride_oh, stride_lt,
                     DV, G, TOKEN_ROWS, BLOCK_M, MERGE_ROWS, MERGE_BATCH, WARPS,
                 )  # fmt: skip
         begin += taken
@@ -562,27 +619,32 @@ def _consume(
 
 @gluon.jit(do_not_specialize=VARYING)
 def decode_hopper_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, part_ptr, counter_ptr, plan_ptr, seq_lens_ptr, tables_ptr, cu_ptr, slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, part_ptr, counter_ptr, plan_ptr, seq_lens_ptr, tables_ptr, cu_ptr,
+    slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
     score_scale, value_scale, softcap, window,
     tokens, sequences, q_len, pages, max_keys, pieces, slots, num_kv_heads,
     stride_qt, stride_qh, stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh,
     stride_ot, stride_oh, stride_lt, stride_bt, stride_ksh, stride_vsh,
     D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, DV: gl.constexpr, DV0: gl.constexpr, DV1: gl.constexpr,
     G: gl.constexpr, TOKEN_ROWS: gl.constexpr, P: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, V_IN_K: gl.constexpr,
-    MERGE_ROWS: gl.constexpr, MERGE_BATCH: gl.constexpr, COPY_WARPS: gl.constexpr, COPY_REGISTERS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    MERGE_ROWS: gl.constexpr, MERGE_BATCH: gl.constexpr, COPY_WARPS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
+    PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Program i serves piece `i // Hkv` and kv head `i % Hkv`: the heads of a page are read at about the same time."""
     KV: gl.constexpr = k_ptr.dtype.element_ty
     KV_BYTES: gl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth // 8
     DOT: gl.constexpr = gl.float16 if KV_BYTES == 1 else q_ptr.dtype.element_ty
-    k0_ring = gl.allocate_shared_memory(KV, [STAGES, TILE, D0], _staging_layout(D0, KV_BYTES))
-    q0_smem = gl.allocate_shared_memory(DOT, [BLOCK_M, D0], _operand_layout(D0))
+    WHOLE: gl.constexpr = k_ptr.dtype.element_ty == gl.float8e4nv and q_ptr.dtype.element_ty == gl.bfloat16
+    QUERY: gl.constexpr = gl.float8e4nv if WHOLE else DOT
+    TERMS: gl.constexpr = 2 if WHOLE else 1
+    k0_ring = gl.allocate_shared_memory(KV, [STAGES, TILE, D0], _key_layout(D0, KV_BYTES, WHOLE))
+    q0_smem = gl.allocate_shared_memory(QUERY, [TERMS * BLOCK_M, D0], _key_layout(D0, KV_BYTES, WHOLE) if WHOLE else _operand_layout(D0))
     p_smem = gl.allocate_shared_memory(DOT, [TILE, BLOCK_M], _operand_layout(BLOCK_M))
     k1_ring = k0_ring
     q1_smem = q0_smem
     if D1 > 0:
-        k1_ring = gl.allocate_shared_memory(KV, [STAGES, TILE, D1], _staging_layout(D1, KV_BYTES))
-        q1_smem = gl.allocate_shared_memory(DOT, [BLOCK_M, D1], _operand_layout(D1))
+        k1_ring = gl.allocate_shared_memory(KV, [STAGES, TILE, D1], _key_layout(D1, KV_BYTES, WHOLE))
+        q1_smem = gl.allocate_shared_memory(QUERY, [TERMS * BLOCK_M, D1], _key_layout(D1, KV_BYTES, WHOLE) if WHOLE else _operand_layout(D1))
     v0_ring = k0_ring
     v1_ring = k0_ring
     if not V_IN_K:
@@ -594,12 +656,14 @@ def decode_hopper_kernel(
     v0_wide = k0_ring
     v1_wide = k0_ring
     if KV_BYTES == 1:
-        k0_wide = gl.allocate_shared_memory(DOT, [TILE, D0], _operand_layout(D0))
-        if D1 > 0:
+        if V_IN_K or not WHOLE:
+            k0_wide = gl.allocate_shared_memory(DOT, [TILE, D0], _operand_layout(D0))
+        if D1 > 0 and not WHOLE:
             k1_wide = gl.allocate_shared_memory(DOT, [TILE, D1], _operand_layout(D1))
-        v0_wide = gl.allocate_shared_memory(DOT, [TILE, DV0], _operand_layout(DV0))
-        if DV1 > 0:
-            v1_wide = gl.allocate_shared_memory(DOT, [TILE, DV1], _operand_layout(DV1))
+        if not V_IN_K:
+            v0_wide = gl.allocate_shared_memory(DOT, [TILE, DV0], _operand_layout(DV0))
+            if DV1 > 0:
+                v1_wide = gl.allocate_shared_memory(DOT, [TILE, DV1], _operand_layout(DV1))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -612,6 +676,9 @@ def decode_hopper_kernel(
     piece = gl.program_id(0) // num_kv_heads
     kv_head = (gl.program_id(0) % num_kv_heads).to(gl.int64)
     share = gl.load(plan_ptr)
+    long_steps = gl.load(plan_ptr + 1)
+    short = gl.load(plan_ptr + 2)
+    long = gl.load(plan_ptr + 3)
     record = plan_ptr + _HEADER + piece * _RECORD
     sequence = gl.load(record)
     row_tile = gl.load(record + 1)
@@ -628,7 +695,7 @@ def decode_hopper_kernel(
                 _consume,
                 (
                     q_ptr, out_ptr, lse_ptr, part_ptr, counter_ptr, tables_ptr, seq_lens_ptr, cu_ptr, slopes_ptr, sinks_ptr, steps_ptr,
-                    sequence, row_tile, step, left, share, piece, pieces, kv_head, score_scale, value_scale, softcap, window,
+                    sequence, row_tile, step, left, share, long_steps, short, long, piece, pieces, kv_head, score_scale, value_scale, softcap, window,
                     tokens, sequences, q_len, pages, max_keys, slots, num_kv_heads, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_bt,
                     k0_ring, k1_ring, v0_ring, v1_ring, k0_wide, k1_wide, v0_wide, v1_wide, q0_smem, q1_smem, p_smem, full, empty,
                     D, D0, D1, DV, DV0, DV1, G, TOKEN_ROWS, P, BLOCK_M, STAGES, V_IN_K, MERGE_ROWS, MERGE_BATCH, num_warps,

@@ -134,7 +134,7 @@ def decode_kernel(
 
             # Steps [step, stop) of the unit as it was planned; the keys that it has now are divided in proportion.
             stop = tl.minimum(planned, step + left)
-            if INVARIANT:
+            if INVARIANT:  # noqa: SIM102 (the outer one is a constant)
                 if share * pieces > slots:  # too many chunks to keep: units are not cut
                     stop = planned
             begin = step

@@ -2,24 +2,28 @@
 """Partition of a decode step over its keys, computed on the device.
 
 A unit is a tile of `block_m` packed rows (token, head of one kv group) of one sequence; it exists once per kv head. Its
-keys are counted in steps. The steps of all units, sequence after sequence, form one list, which is cut into `pieces`
-of equal length: one program of the main kernel per piece and kv head, on a grid that depends on nothing but the shapes
-(as in stream-K, Osama et al., 2023). A unit inside a piece is written directly; a unit that a boundary cuts leaves one
-partial per piece, and the reduction merges them.
+keys are counted in steps. The steps of all units, sequence after sequence, form one list, which is cut into `pieces`:
+one program of the main kernel per piece and kv head, on a grid that depends on nothing but the shapes (as in stream-K,
+Osama et al., 2023). A unit inside a piece is written directly; a unit that a boundary cuts leaves one partial per piece,
+and the reduction merges them.
+
+The first `long` pieces have one length and fill the device. Multiprocessors do not all read equally fast, though, so
+that with much work the last eighth of the list is left to short pieces, which start as places become free.
 
 `plan_kernel` finds where each piece begins, in one program per piece; a plan is that answer, kept for all layers of a
 step. It counts the steps that the lengths had when it was made, and the main kernel stretches them over the keys that a
 unit has now: a plan out of date costs balance only.
 
-Plan buffer, int32: `[0]` steps of a piece, then 4 words per piece (sequence, row tile, step, steps left), then the
+Plan buffer, int32: `[0]` steps of a long piece, `[1]` steps of all long pieces, `[2]` steps of a short piece,
+`[3]` long pieces, then 4 words per piece (sequence, row tile, step, steps left), then the
 steps of each sequence and of the padding rows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -28,7 +32,7 @@ from hal.kernels.compile_case import CompileCase
 from hal.kernels.launch import pdl_begin, pdl_options
 from hal.kernels.tuning import INVARIANT_CHUNK, STEP, packed_rows
 
-__all__ = ["RECORD", "Partition", "compile_cases", "locate", "partition_of", "plan_kernel", "work_of", "write_plan"]
+__all__ = ["RECORD", "Partition", "PlanBuffer", "compile_cases", "locate", "partition_of", "plan_kernel", "work_of", "write_plan"]
 
 #: Words before the records of a plan, and of each record.
 HEADER = tl.constexpr(4)
@@ -39,6 +43,10 @@ _BLOCK = tl.constexpr(128)
 _CHUNKS_PER_PIECE = 8
 #: More waves of programs than this gain nothing when the kv heads do not divide the programs of the device.
 _MOST_WAVES = 3
+#: Steps of a piece from which the last eighth of the list is left to short pieces.
+_SHORT_FROM = tl.constexpr(96)
+#: One program per multiprocessor reads as fast as two while its piece has fewer steps than this, and merges less.
+_FEW_STEPS = tl.constexpr(8)
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,9 @@ class Partition:
         block_m: rows of a unit.
         token_rows: rows that a token takes: its group, padded to whole units in a batch-invariant call, because a
             matrix product may round a row differently in another place of the tile.
-        pieces: pieces of the list of steps; 1 to a unit if nothing can be split.
+        pieces: pieces of the list of steps; 1 if nothing can be cut.
+        long: how many of them are long; all, if there cannot be enough work for short ones.
+        few: pieces that give each multiprocessor one program where `long` gives it two: enough for little work.
         slots: scratch slots of partials per kv head.
         step: keys of a step.
         least: fewest steps of a piece.
@@ -59,6 +69,8 @@ class Partition:
     block_m: int
     token_rows: int
     pieces: int
+    long: int
+    few: int
     slots: int
     step: int
     least: int
@@ -74,6 +86,14 @@ class Partition:
         return int(HEADER) + int(RECORD) * self.pieces + sequences + 1
 
 
+@dataclass(frozen=True)
+class PlanBuffer:
+    """A partition of uniform blocks on the device; `words` is None for a call that does not read one."""
+
+    partition: Partition
+    words: Tensor | None
+
+
 def _pieces(programs: int, num_kv_heads: int) -> int:
     """Pieces per kv head that fill `programs` places best: a whole number of waves, or nearly."""
     waves = range(1, _MOST_WAVES + 1)
@@ -82,10 +102,10 @@ def _pieces(programs: int, num_kv_heads: int) -> int:
     return max(1, best * programs // num_kv_heads)
 
 
-def unit_rows(tokens: int, sequences: int, q_len: int | None, group: int, head_dim: int, invariant: bool) -> int:
+def unit_rows(kernel: str, tokens: int, sequences: int, q_len: int | None, group: int, head_dim: int, invariant: bool) -> int:
     """Rows of a unit: those of a sequence, up to what a program holds."""
     queries = 1 if invariant else q_len or -(-tokens // max(1, sequences))
-    return packed_rows(group * queries, head_dim)
+    return packed_rows(kernel, group * queries, head_dim)
 
 
 def partition_of(
@@ -99,6 +119,7 @@ def partition_of(
     invariant: bool,
     programs: int,
     least: int,
+    short_pieces: bool,
 ) -> Partition:
     """Return the sizes of the partition of a call; a pure function of facts that the host knows.
 
@@ -113,15 +134,21 @@ def partition_of(
         invariant: batch-invariant call.
         programs: programs that fill the device.
         least: fewest steps of a piece.
+        short_pieces: whether much work may end in short pieces.
     """
     token_rows = -(-group // block_m) * block_m if invariant else group
     units = tokens * token_rows // block_m + sequences + 1 if q_len is None else sequences * -(-q_len * token_rows // block_m)
     step, least = (INVARIANT_CHUNK, 1) if invariant else (STEP, least)
     most = -(-max(1, max_keys) // step) * units
-    pieces = max(1, min(_pieces(programs, num_kv_heads), -(-most // least)))
+    fill = _pieces(programs, num_kv_heads)
+    few = (fill + 1) // 2
+    # As the planner cuts the most steps that there can be: programs without work would take places of others.
+    share = max(least, -(-most // fill), min(-(-most // few), int(_FEW_STEPS)))
+    long = max(1, min(fill, -(-most // share)))
+    pieces = long * 2 if short_pieces and not invariant and most >= int(_SHORT_FROM) * long else long
     cut = pieces > 1 and max_keys > step  # a unit of one step cannot be cut
     slots = 0 if not cut else pieces * _CHUNKS_PER_PIECE if invariant else 2 * pieces
-    return Partition(block_m, token_rows, pieces, slots, step, least, invariant)
+    return Partition(block_m, token_rows, pieces, long, few, slots, step, least, invariant)
 
 
 @triton.jit
@@ -150,10 +177,10 @@ def work_of(
 
 @triton.jit
 def locate(
-    piece, seq_lens_ptr, cu_ptr, sequences, tokens, q_len, window, max_keys, pieces, slots,
+    piece, seq_lens_ptr, cu_ptr, sequences, tokens, q_len, window, max_keys, pieces, long, few, slots,
     TOKEN_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, STEP: tl.constexpr, LEAST: tl.constexpr, INVARIANT: tl.constexpr,
 ):  # fmt: skip
-    """Return (steps of a piece, sequence, row tile, step, steps left) at the begin of `piece`; nothing left if it is empty.
+    """Where `piece` begins: the three words of the plan's header, then (sequence, row tile, step, steps left).
 
     In a batch-invariant call with more chunks than slots a piece takes the units that begin in it, each whole.
     """
@@ -168,12 +195,20 @@ def locate(
         )
         total += tl.sum(row_tiles.to(tl.int64) * steps)
         longest = tl.maximum(longest, tl.max(tl.where(row_tiles > 0, steps, 1)))
-    share = tl.maximum((total + pieces - 1) // pieces, LEAST)
+    share = tl.maximum((total + long - 1) // long, LEAST)
+    short = share
     if not INVARIANT:
-        # Equal units are cut evenly, or not at all, if that makes a piece an eighth longer at most.
-        even = tl.where(longest > share, tl.cdiv(longest, tl.maximum(longest // share, 1)), tl.cdiv(share, longest) * longest)
-        share = tl.where(even <= share + share // 8, even, share)
-    position = piece * share
+        share = tl.maximum(share, tl.minimum((total + few - 1) // few, _FEW_STEPS))
+        if (pieces > long) & (share >= _SHORT_FROM):
+            share = share - share // 8
+            short = tl.maximum((total - long * share + (pieces - long) - 1) // (pieces - long), 1)
+        else:
+            # Equal units are cut evenly, or not at all, if that makes a piece an eighth longer at most.
+            even = tl.where(longest > share, tl.cdiv(longest, tl.maximum(longest // share, 1)), tl.cdiv(share, longest) * longest)
+            share = tl.where(even <= share + share // 8, even, share)
+            short = share
+    position = tl.minimum(piece, long) * share + tl.maximum(piece - long, 0) * short
+    length = tl.where(piece < long, share, short)
     found = 0
     before = tl.zeros((), tl.int64)
     passed = tl.zeros((), tl.int64)
@@ -192,30 +227,33 @@ def locate(
     inside = position - before
     row_tile = inside // steps
     step = inside - row_tile * steps
-    left = tl.minimum(share, tl.maximum(total - position, 0))
-    if INVARIANT:
+    left = tl.minimum(length, tl.maximum(total - position, 0))
+    if INVARIANT:  # noqa: SIM102 (the outer one is a constant)
         if (total > slots) & (step > 0):
             left = tl.maximum(left - (steps - step), 0)
             row_tile += 1
             step = step * 0
-    return share.to(tl.int32), found, row_tile.to(tl.int32), step.to(tl.int32), left.to(tl.int32)
+    return share.to(tl.int32), (share * long).to(tl.int32), short.to(tl.int32), found, row_tile.to(tl.int32), step.to(tl.int32), left.to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["sequences", "tokens", "q_len", "window", "max_keys", "pieces", "slots"])
+@triton.jit(do_not_specialize=["sequences", "tokens", "q_len", "window", "max_keys", "pieces", "long", "few", "slots"])
 def plan_kernel(
-    plan_ptr, seq_lens_ptr, cu_ptr, sequences, tokens, q_len, window, max_keys, pieces, slots,
+    plan_ptr, seq_lens_ptr, cu_ptr, sequences, tokens, q_len, window, max_keys, pieces, long, few, slots,
     TOKEN_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, STEP: tl.constexpr, LEAST: tl.constexpr, INVARIANT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program i writes the record of piece i; program `pieces` writes the steps of the sequences."""
     pdl_begin(PDL)
     piece = tl.program_id(0)
     if piece < pieces:
-        share, sequence, row_tile, step, left = locate(
-            piece, seq_lens_ptr, cu_ptr, sequences, tokens, q_len, window, max_keys, pieces, slots,
+        share, long_steps, short, sequence, row_tile, step, left = locate(
+            piece, seq_lens_ptr, cu_ptr, sequences, tokens, q_len, window, max_keys, pieces, long, few, slots,
             TOKEN_ROWS, BLOCK_M, STEP, LEAST, INVARIANT,
         )  # fmt: skip
         if piece == 0:
             tl.store(plan_ptr, share)
+            tl.store(plan_ptr + 1, long_steps)
+            tl.store(plan_ptr + 2, short)
+            tl.store(plan_ptr + 3, long)
         record = plan_ptr + HEADER + piece * RECORD
         tl.store(record, sequence)
         tl.store(record + 1, row_tile)
@@ -239,13 +277,18 @@ def write_plan(
     max_keys: int,
     *,
     pdl: bool,
-) -> None:
-    """Launch the planner into `buffer`, int32 of `partition.words`; the current device is the buffer's."""
-    plan_kernel[(partition.pieces + 1,)](
-        buffer, seq_lens, cu_seqlens_q, seq_lens.shape[0], tokens, q_len, window, max_keys, partition.pieces, partition.slots,
+) -> tuple[Any, tuple[Any, ...]]:
+    """Launch the planner into `buffer`, int32 of `partition.words`; the current device is the buffer's.
+
+    Returns the compiled kernel and its arguments.
+    """
+    arguments = (
+        buffer, seq_lens, cu_seqlens_q, seq_lens.shape[0], tokens, q_len, window, max_keys,
+        partition.pieces, partition.long, partition.few, partition.slots,
         partition.token_rows, partition.block_m, partition.step, partition.least, partition.invariant, pdl,
-        num_warps=4, num_stages=1, enable_fp_fusion=True, **pdl_options(pdl),
     )  # fmt: skip
+    grid = (partition.pieces + 1,)
+    return plan_kernel[grid](*arguments, num_warps=4, num_stages=1, enable_fp_fusion=True, **pdl_options(pdl)), arguments
 
 
 #: (name, variable blocks, window, batch-invariant) of the variants that are compiled ahead of time.
@@ -254,7 +297,7 @@ _VARIANTS = (("uniform", False, False, False), ("window", False, True, False), (
 
 def compile_cases() -> list[CompileCase]:
     """With and without a window, balanced and batch-invariant."""
-    integers = dict.fromkeys(("sequences", "tokens", "q_len", "max_keys", "pieces", "slots"), "i32")
+    integers = dict.fromkeys(("sequences", "tokens", "q_len", "max_keys", "pieces", "long", "few", "slots"), "i32")
     cases = []
     for name, variable, window, invariant in _VARIANTS:
         types = {"plan_ptr": "*i32:16", "seq_lens_ptr": "*i32:16"} | integers

@@ -1,9 +1,8 @@
 # mypy: allow-untyped-defs
 """The two small kernels beside the main one of `flash_decode`: the merge of split units, and the depths of a draft tree.
 
-A row of a cut unit is merged by a few programs, each with some columns of it, many partials at a time: with one sequence
-the partials are many and the rows few. Bases are added to the scalar pointer and never to the two-dimensional offsets:
-Triton 3.5.0 to 3.6.0 miscompile that.
+Many partials of a row are merged at a time: with one sequence the partials are many and the rows few. Bases are added to
+the scalar pointer and never to the two-dimensional offsets: Triton 3.5.0 to 3.6.0 miscompile that.
 """
 
 from __future__ import annotations
@@ -15,43 +14,45 @@ from hal.kernels.decode_partition import HEADER, RECORD
 from hal.kernels.launch import pdl_begin, pdl_release, pdl_wait
 from hal.kernels.numerics import finish, merge_weights, normalise
 
-__all__ = ["REDUCE_COLS", "REDUCE_PARTS", "depth_kernel", "reduce_kernel"]
+__all__ = ["REDUCE_BLOCK", "REDUCE_PROGRAMS", "depth_kernel", "reduce_kernel"]
 
-#: Columns and partials of one block of the reduction.
-REDUCE_COLS = 128
-REDUCE_PARTS = 32
+#: Elements of one block of the reduction: whole rows of as many partials as fit.
+REDUCE_BLOCK = 4096
+#: Programs that the reduction is spread over; most find nothing to do.
+REDUCE_PROGRAMS = 2112
 _ROWS = tl.constexpr(16)
 _COLUMNS = tl.constexpr(32)
 
 
-@triton.jit(do_not_specialize=["tokens", "sequences", "q_len", "pieces", "slots", "num_kv_heads", "rows"])
+@triton.jit(do_not_specialize=["tokens", "sequences", "q_len", "pieces", "slots", "num_kv_heads", "rows", "slices"])
 def reduce_kernel(
     out_ptr, lse_ptr, part_ptr, plan_ptr, cu_ptr, sinks_ptr, v_scale_ptr, value_scale,
-    tokens, sequences, q_len, pieces, slots, num_kv_heads, rows,
+    tokens, sequences, q_len, pieces, slots, num_kv_heads, rows, slices,
     stride_ot, stride_oh, stride_lt, stride_vsh,
-    DV: tl.constexpr, COLS: tl.constexpr, G: tl.constexpr, TOKEN_ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
+    DV: tl.constexpr, DV_PAD: tl.constexpr, G: tl.constexpr, TOKEN_ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
     INVARIANT: tl.constexpr, PARTS: tl.constexpr, V_TOKEN_SCALE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partials of one row and COLS columns of the unit that the begin of a piece cuts first.
+    """Merge the partials of the unit that the begin of a piece cuts first, one row at a time.
 
-    Program ids run over (piece 1.., kv head, row, block of columns). Those without such a unit return at once, before
-    the main kernel is done: the plan was complete before that began, and program 0 waits for it in their place.
+    Program ids run over (piece 1.., kv head, slice); a slice takes every `slices`-th row of the unit. Programs without
+    such a unit return at once, before the main kernel is done: the plan was complete before that began, and program 0
+    waits for it in their place.
     """
     pdl_release(PDL)
-    COL_BLOCKS: tl.constexpr = (DV + COLS - 1) // COLS
-    col_block = tl.program_id(0) % COL_BLOCKS
-    part_row = (tl.program_id(0) // COL_BLOCKS) % rows
-    rest = tl.program_id(0) // COL_BLOCKS // rows
-    kv_head = (rest % num_kv_heads).to(tl.int64)
-    piece = 1 + rest // num_kv_heads
+    first_row = tl.program_id(0) % slices
+    kv_head = ((tl.program_id(0) // slices) % num_kv_heads).to(tl.int64)
+    piece = 1 + tl.program_id(0) // slices // num_kv_heads
     share = tl.load(plan_ptr)
+    short = tl.load(plan_ptr + 2)
+    long = tl.load(plan_ptr + 3)
     record = plan_ptr + HEADER + piece * RECORD
     sequence = tl.load(record)
     row_tile = tl.load(record + 1)
     step = tl.load(record + 2)
     left = tl.load(record + 3)
     # The unit begins in the piece before this one: else an earlier program merges it.
-    needed = (left > 0) & (step > 0) & (step <= share) & (part_row % TOKEN_ROWS < G)
+    before = tl.where(piece <= long, share, short)
+    needed = (left > 0) & (step > 0) & (step <= before)
     if needed | (tl.program_id(0) == 0):
         pdl_wait(PDL)
     if not needed:
@@ -64,54 +65,56 @@ def reduce_kernel(
         row_start = tl.minimum(tl.maximum(tl.load(cu_ptr + sequence), 0), tokens)
         row_end = tl.load(cu_ptr + sequence + 1, mask=sequence < sequences, other=tokens)
         queries = tl.minimum(tl.maximum(row_end, row_start), tokens) - row_start
-    row = row_tile * BLOCK_M + part_row
-    if (row >= queries * TOKEN_ROWS) | (row % TOKEN_ROWS >= G):
-        return
-
-    d = col_block * COLS + tl.arange(0, COLS)
-    stride_part = num_kv_heads.to(tl.int64) * (BLOCK_M * DV)
-    stride_lse = num_kv_heads.to(tl.int64) * BLOCK_M
-    outs = part_ptr + kv_head * (BLOCK_M * DV) + part_row * DV
-    lses = part_ptr + slots.to(tl.int64) * stride_part + kv_head * BLOCK_M + part_row
-    peak = tl.full((), float("-inf"), tl.float32)
-    total = tl.zeros((), tl.float32)
-    acc = tl.zeros((COLS,), tl.float32)
-    if INVARIANT:
-        # In order, as a unit that is not cut merges its chunks.
-        slot = (piece * share - step).to(tl.int64)
-        for _ in range(0, steps):
-            values = tl.load(outs + slot * stride_part + d, mask=d < DV, other=0.0)
-            peak, old, new = merge_weights(peak, tl.load(lses + slot * stride_lse))
-            total = total * old + new
-            acc = acc * old + values * new
-            slot += 1
-    else:
-        parts = 1 + tl.cdiv(steps - step, share)
-        for begin in range(0, parts, PARTS):
-            part = begin + tl.arange(0, PARTS)
-            # Part 0 is what the piece before left unfinished, the others are what each piece begins with.
-            slot = (2 * (piece - 1 + part) + (part == 0).to(tl.int32)).to(tl.int64)
-            part_lse = tl.load(lses + slot * stride_lse, mask=part < parts, other=float("-inf"))
-            values = tl.load(outs + (slot * stride_part)[:, None] + d[None, :], mask=(part < parts)[:, None] & (d < DV)[None, :], other=0.0)
-            new_peak = tl.maximum(peak, tl.max(part_lse, 0))
-            base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            old = tl.exp2(peak - base)
-            weight = tl.exp2(part_lse - base)
-            total = total * old + tl.sum(weight, 0)
-            acc = acc * old + tl.sum(values * weight[:, None], 0)
-            peak = new_peak
-    divisor, lse = normalise(peak, total)
-    acc = tl.div_rn(acc, tl.zeros_like(acc) + divisor)
-
-    head = kv_head * G + row % TOKEN_ROWS
-    token = (row_start + row // TOKEN_ROWS).to(tl.int64)
+    # From the begin of this piece: the rest of the long pieces, then short ones.
+    rest = steps - step
+    in_long = tl.maximum(long - piece, 0)
+    parts = 1 + tl.where(rest <= in_long * share, tl.cdiv(rest, share), in_long + tl.cdiv(rest - in_long * share, short))
     if v_scale_ptr is not None and not V_TOKEN_SCALE:
         value_scale *= tl.load(v_scale_ptr + kv_head * stride_vsh)
-    factor, result = finish(lse, sinks_ptr, head, True)
-    factor *= value_scale
-    tl.store(out_ptr + token * stride_ot + head * stride_oh + d, (acc * factor).to(out_ptr.dtype.element_ty), mask=d < DV)
-    if lse_ptr is not None and col_block == 0:
-        tl.store(lse_ptr + token * stride_lt + head, result)
+    stride_part = num_kv_heads.to(tl.int64) * (BLOCK_M * DV)
+    stride_lse = num_kv_heads.to(tl.int64) * BLOCK_M
+
+    for part_row in range(first_row, rows, slices):
+        row = row_tile * BLOCK_M + part_row
+        if (row < queries * TOKEN_ROWS) & (row % TOKEN_ROWS < G):
+            d = tl.arange(0, DV_PAD)
+            outs = part_ptr + kv_head * (BLOCK_M * DV) + part_row * DV
+            lses = part_ptr + slots.to(tl.int64) * stride_part + kv_head * BLOCK_M + part_row
+            peak = tl.full((), float("-inf"), tl.float32)
+            total = tl.zeros((), tl.float32)
+            acc = tl.zeros((DV_PAD,), tl.float32)
+            if INVARIANT:
+                # In order, as a unit that is not cut merges its chunks.
+                slot = (piece * share - step).to(tl.int64)
+                for _ in range(0, steps):
+                    values = tl.load(outs + slot * stride_part + d, mask=d < DV, other=0.0)
+                    peak, old, new = merge_weights(peak, tl.load(lses + slot * stride_lse))
+                    total = total * old + new
+                    acc = acc * old + values * new
+                    slot += 1
+            else:
+                for begin in range(0, parts, PARTS):
+                    part = begin + tl.arange(0, PARTS)
+                    # Part 0 is what the piece before left unfinished, the others are what each piece begins with.
+                    slot = (2 * (piece - 1 + part) + (part == 0).to(tl.int32)).to(tl.int64)
+                    part_lse = tl.load(lses + slot * stride_lse, mask=part < parts, other=float("-inf"))
+                    values = tl.load(outs + (slot * stride_part)[:, None] + d[None, :], mask=(part < parts)[:, None] & (d < DV)[None, :], other=0.0)
+                    new_peak = tl.maximum(peak, tl.max(part_lse, 0))
+                    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+                    old = tl.exp2(peak - base)
+                    weight = tl.exp2(part_lse - base)
+                    total = total * old + tl.sum(weight, 0)
+                    acc = acc * old + tl.sum(values * weight[:, None], 0)
+                    peak = new_peak
+            divisor, lse = normalise(peak, total)
+            acc = tl.div_rn(acc, tl.zeros_like(acc) + divisor)
+            head = kv_head * G + row % TOKEN_ROWS
+            token = (row_start + row // TOKEN_ROWS).to(tl.int64)
+            factor, result = finish(lse, sinks_ptr, head, True)
+            factor *= value_scale
+            tl.store(out_ptr + token * stride_ot + head * stride_oh + d, (acc * factor).to(out_ptr.dtype.element_ty), mask=d < DV)
+            if lse_ptr is not None:
+                tl.store(lse_ptr + token * stride_lt + head, result)
 
 
 @triton.jit(do_not_specialize=["tokens", "q_len", "stride_tree", "tree_cols"])

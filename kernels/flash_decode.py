@@ -1,13 +1,12 @@
-"""Launcher of `flash_decode` and of its planner: at most three kernels and no other device work.
+"""Launcher of `flash_decode` and of its planner: at most four kernels and no other device work.
 
-depths (tree mask with ALiBi or window) -> main -> merge of cut units. Nothing waits for the device. The merge is left
-out when no unit can be cut. Scratch is bounded by twice the programs that fill the device (eight times in a
-batch-invariant call) times one tile of rows.
+depths (tree mask with ALiBi or window) -> plan (unless given) -> main -> merge of cut units. Nothing waits for the device. The merge is left
+out when no unit can be cut, and where the Hopper kernel merges by itself. Scratch is bounded by twice the programs of a
+call (eight times in a batch-invariant one) times the rows of a unit.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -15,25 +14,18 @@ from torch import Tensor
 
 from hal.kernels.decode_hopper import decode_hopper_kernel, hopper_dims, hopper_strides, merge_shape
 from hal.kernels.decode_kernel import decode_kernel
-from hal.kernels.decode_partition import Partition, partition_of, unit_rows, write_plan
-from hal.kernels.decode_reduce import REDUCE_COLS, REDUCE_PARTS, depth_kernel, reduce_kernel
+from hal.kernels.decode_partition import Partition, PlanBuffer, partition_of, unit_rows, write_plan
+from hal.kernels.decode_reduce import REDUCE_BLOCK, REDUCE_PROGRAMS, depth_kernel, reduce_kernel
+from hal.kernels.decode_repeat import REPEATS, form_of, remember
 from hal.kernels.launch import pdl_options
 from hal.kernels.layouts import head_dims, key_strides, page_size_of, scale_arguments, split_of, value_strides
 from hal.kernels.scratch import counters, current_device, scratch
 from hal.kernels.tuning import DecodeConfig, decode_config, decode_programs, interpreting, is_hopper, supports_pdl
 
-__all__ = ["PlanBuffer", "flash_decode", "plan_decode", "split_dim"]
+__all__ = ["flash_decode", "plan_decode", "split_dim"]
 
 #: Lengths that keep every key index and its tile below 2**31.
 _MOST_KEYS = 2**31 - 2**17
-
-
-@dataclass(frozen=True)
-class PlanBuffer:
-    """A partition of uniform blocks on the device; `words` is None for a call that does not read one."""
-
-    partition: Partition
-    words: Tensor | None
 
 
 def split_dim(dim: int) -> tuple[int, int]:
@@ -76,7 +68,7 @@ def plan_decode(
     sequences, device = seq_lens.shape[0], seq_lens.device
     max_keys = min(max_seq_len, _MOST_KEYS)
     kv_bytes = 2 if kv_dtype is None else kv_dtype.itemsize
-    hopper = is_hopper(device) and not batch_invariant and hopper_dims(head_dim, head_dim_v)
+    hopper = is_hopper(device) and not batch_invariant and hopper_dims(head_dim, head_dim_v, kv_bytes, v_in_k=head_dim != head_dim_v)
     partition, _ = _partition(
         hopper, sequences, sequences * q_len, q_len, num_heads // num_kv_heads, num_kv_heads, head_dim, head_dim_v, max_keys,
         kv_bytes, 2, batch_invariant, device,
@@ -107,10 +99,14 @@ def _partition(
     device: torch.device,
 ) -> tuple[Partition, DecodeConfig]:
     """Sizes of the partition and config of the main kernel; a pure function of facts that the host knows."""
-    rows = unit_rows(tokens, sequences, q_len, group, max(head_dim, head_dim_v), invariant)
-    config = decode_config("hopper" if hopper else "portable", head_dim, head_dim_v, kv_bytes, compute_bytes, rows)
+    kernel = "hopper" if hopper else "portable"
+    rows = unit_rows(kernel, tokens, sequences, q_len, group, max(head_dim, head_dim_v), invariant)
+    config = decode_config(kernel, head_dim, head_dim_v, kv_bytes, compute_bytes, rows)
     programs = decode_programs(device, config)
-    return partition_of(sequences, tokens, q_len, group, num_kv_heads, rows, max_keys, invariant, programs, config.least), config
+    partition = partition_of(
+        sequences, tokens, q_len, group, num_kv_heads, rows, max_keys, invariant, programs, config.least, config.short_pieces and hopper
+    )
+    return partition, config
 
 
 def _bounded(window: int | None) -> int | None:
@@ -165,9 +161,15 @@ def flash_decode(
         plan: of the same facts, or None; ignored with `cu_seqlens_q` or if made for other tiles.
         batch_invariant: a row's bits depend on its own keys only.
     """
-    tokens, num_heads, head_dim = q.shape
-    if tokens == 0:
+    if q.shape[0] == 0:
         return
+    key = None
+    if q.is_cuda and not batch_invariant and cu_seqlens_q is None and tree_mask is None and alibi_slopes is None and sinks is None:
+        key = form_of(q, k_cache, v_cache, seq_lens, block_tables, out, lse, q_len, kv_layout, scale, softcap, window, k_scale, v_scale)
+        again = REPEATS.get(key)
+        if again is not None and again(q, k_cache, v_cache, seq_lens, block_tables, out, lse, plan):
+            return
+    tokens, num_heads, head_dim = q.shape
     device, sequences = q.device, seq_lens.shape[0]
     num_kv_heads, _, head_dim_v = head_dims(k_cache, v_cache, kv_layout)
     page_size, group, window = page_size_of(k_cache, kv_layout), num_heads // num_kv_heads, _bounded(window)
@@ -179,44 +181,48 @@ def flash_decode(
     v_tensor, v_factor, v_strides = scale_arguments(v_scale, kv_layout)
     k_per_token, v_per_token = (t is not None and t.dim() == 3 for t in (k_tensor, v_tensor))
     key_steps, value_steps = key_strides(k_cache, kv_layout), value_strides(v_cache, kv_layout)
+    v_in_k = _values_in_keys(k_cache, v_cache, kv_layout, k_scale, v_scale)
     hopper = (
         is_hopper(device)
         and not (batch_invariant or k_per_token or v_per_token)
         and tree_mask is None
         and q.dtype != torch.float32
-        and hopper_dims(head_dim, head_dim_v)
+        and hopper_dims(head_dim, head_dim_v, k_cache.element_size(), v_in_k=v_in_k)
         and hopper_strides(kv_layout, key_steps, value_steps, k_cache.data_ptr() | v_cache.data_ptr())
     )
     partition, config = _partition(
         hopper, sequences, tokens, uniform, group, num_kv_heads, head_dim, head_dim_v, max_keys,
         k_cache.element_size(), q.element_size(), batch_invariant, device,
     )  # fmt: skip
-    v_in_k = _values_in_keys(k_cache, v_cache, kv_layout, k_scale, v_scale)
     out_strides, lse_stride = out.stride(), 0 if lse is None else lse.stride(0)
     fusion, pdl = not batch_invariant, supports_pdl(device)
     grid = (partition.pieces * num_kv_heads,)
     with current_device(device):
         if plan is not None and cu_seqlens_q is None and plan.partition == partition and plan.words is not None:
-            words = plan.words
+            words, planner = plan.words, None
         else:
             words = scratch("plan", partition.words(sequences), torch.int32, device)
-            write_plan(words, partition, seq_lens, cu_seqlens_q, tokens, q_len, window, max_keys, pdl=pdl)
+            planner = write_plan(words, partition, seq_lens, cu_seqlens_q, tokens, q_len, window, max_keys, pdl=pdl)
         # Never None, also where nothing can be cut: the kernel's code for cut units needs a pointer to compile.
         parts = scratch("partials", partition.slots * num_kv_heads * partition.block_m * (head_dim_v + 1), torch.float32, device)
-        rows = min(partition.block_m, (uniform or tokens) * partition.token_rows)
+        rows = partition.block_m if uniform is None else min(partition.block_m, uniform * partition.token_rows)
         merge = merge_shape(rows, head_dim_v, config.merge_registers) if hopper else (0, 0)
         if hopper:
             count = counters(3 * partition.pieces * num_kv_heads, device)
-            decode_hopper_kernel[grid](
+            arguments = (
                 q, k_cache, v_cache, out, lse, parts, count, words, seq_lens, block_tables, cu_seqlens_q, alibi_slopes, sinks, k_tensor, v_tensor,
                 scale * k_factor, v_factor, softcap or None, window,
                 tokens, sequences, q_len, k_cache.shape[0], max_keys, partition.pieces, partition.slots, num_kv_heads,
                 q.stride(0), q.stride(1), *key_steps[:3], *value_steps[:3],
                 out_strides[0], out_strides[1], lse_stride, block_tables.stride(0), k_strides[2], v_strides[2],
-                head_dim, d0, d1, head_dim_v, dv0, max(dv1, 64) if dv1 else 0, group, partition.token_rows, page_size, partition.block_m,
-                config.stages, v_in_k, *merge, config.copy_warps, config.copy_registers, pdl,
-                num_warps=config.warps, maxnreg=config.registers, **pdl_options(pdl),
+                head_dim, d0, max(d1, 32) if d1 else 0, head_dim_v, dv0, max(dv1, 64) if dv1 else 0,
+                group, partition.token_rows, page_size, partition.block_m, config.stages, v_in_k, *merge, config.copy_warps, config.copy_registers, pdl,
             )  # fmt: skip
+            compiled = decode_hopper_kernel[grid](
+                *arguments, num_warps=config.warps, maxnreg=config.registers, enable_fp_fusion=True, **pdl_options(pdl)
+            )
+            if key is not None and (merge[0] or not partition.splits):
+                remember(key, (compiled, arguments), planner, partition, pdl=pdl)
         else:
             plain = alibi_slopes is None and window is None
             tree, depth, tree_stride, tree_columns = _tree_arguments(tree_mask, cu_seqlens_q, sequences, tokens, q_len, plain, pdl)
@@ -232,12 +238,14 @@ def flash_decode(
                 num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=fusion, **pdl_options(pdl),
             )  # fmt: skip
         if partition.splits and not merge[0]:
-            columns = min(REDUCE_COLS, 1 << (head_dim_v - 1).bit_length())
-            reduce_kernel[((partition.pieces - 1) * num_kv_heads * rows * -(-head_dim_v // columns),)](
+            width = 1 << (head_dim_v - 1).bit_length()
+            units = (partition.pieces - 1) * num_kv_heads
+            slices = max(1, min(rows, REDUCE_PROGRAMS // units))
+            reduce_kernel[(units * slices,)](
                 out, lse, parts, words, cu_seqlens_q, sinks, v_tensor, v_factor,
-                tokens, sequences, q_len, partition.pieces, partition.slots, num_kv_heads, rows,
+                tokens, sequences, q_len, partition.pieces, partition.slots, num_kv_heads, rows, slices,
                 out_strides[0], out_strides[1], lse_stride, v_strides[2],
-                head_dim_v, columns, group, partition.token_rows, partition.block_m, batch_invariant, REDUCE_PARTS, v_per_token, pdl,
+                head_dim_v, width, group, partition.token_rows, partition.block_m, batch_invariant, REDUCE_BLOCK // width, v_per_token, pdl,
                 num_warps=4, num_stages=1, enable_fp_fusion=fusion, **pdl_options(pdl),
             )  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 A buffer belongs to (device, stream, host thread): two streams or two threads never share one, so no kernel of theirs
 can race through it. It keeps its address and is never freed, because a captured CUDA graph or a queued kernel may
-still use it; when a larger one is needed the old one stays alive (sizes double, so that at most half is idle). Under
+still use it; when a larger one is needed the old one stays alive (it at least doubles, so that at most half is idle). Under
 capture the memory comes from the capture's own pool instead.
 """
 
@@ -57,9 +57,10 @@ def scratch(name: str, size: int, dtype: torch.dtype, device: torch.device) -> T
     buffer = _CURRENT.get(key)
     if buffer is not None and buffer.shape[0] >= size:
         return buffer
+    grown = max(_LEAST, size)
     if buffer is not None:
         _RETIRED.append(buffer)
-    grown = max(_LEAST, 1 << max(0, size - 1).bit_length())
+        grown = max(grown, 2 * buffer.shape[0])
     _CURRENT[key] = torch.empty(grown, dtype=dtype, device=device)
     return _CURRENT[key]
 
@@ -88,6 +89,8 @@ def counters(size: int, device: torch.device) -> Tensor:
     if device.type == "cuda":
         reserve, used = _RESERVE.get(device, (None, 0))
         if reserve is None or used > reserve.shape[0] // 2:
+            if reserve is not None:
+                _RETIRED.append(reserve)  # graphs hold parts of it
             _RESERVE[device] = torch.zeros(_RESERVED, dtype=torch.int32, device=device), 0
     return found
 

@@ -44,16 +44,18 @@ class DecodeConfig:
         copy_warps: warps that only copy (Hopper kernel).
         copy_registers: registers of a thread of those.
         merge_registers: registers of a thread that hold partials while a cut unit is merged (Hopper kernel).
+        short_pieces: whether much work ends in short pieces (Hopper kernel).
     """
 
     tile: int
     warps: int
     stages: int
     residents: int
-    least: int = 2
+    least: int = 1
     copy_warps: int = 4
     copy_registers: int = 88
     merge_registers: int = 64
+    short_pieces: bool = False
 
     @property
     def registers(self) -> int:
@@ -64,18 +66,18 @@ class DecodeConfig:
 #: (kernel, width class, bytes of a K/V element, most rows of a unit) -> config. Width is the larger head dim, rounded up.
 _DECODE: dict[tuple[str, int, int, int], DecodeConfig] = {
     ("hopper", 64, 1, 64): DecodeConfig(64, 4, 4, 2, merge_registers=32),
-    ("hopper", 64, 2, 16): DecodeConfig(64, 4, 3, 3, copy_registers=64, merge_registers=16),
+    ("hopper", 64, 2, 16): DecodeConfig(64, 4, 3, 3, copy_registers=64, merge_registers=16, short_pieces=True),
     ("hopper", 64, 2, 64): DecodeConfig(64, 4, 3, 2, merge_registers=32),
-    ("hopper", 128, 1, 16): DecodeConfig(64, 4, 3, 2),
+    ("hopper", 128, 1, 16): DecodeConfig(64, 4, 4, 2, short_pieces=True),
     ("hopper", 128, 1, 64): DecodeConfig(64, 4, 4, 1, copy_registers=120),
-    ("hopper", 128, 2, 16): DecodeConfig(64, 4, 3, 2),
+    ("hopper", 128, 2, 16): DecodeConfig(64, 4, 3, 2, copy_registers=80, short_pieces=True),
     ("hopper", 128, 2, 32): DecodeConfig(64, 4, 6, 1, copy_registers=120),
     ("hopper", 128, 2, 64): DecodeConfig(64, 4, 5, 1, copy_registers=120),
     ("hopper", 192, 1, 64): DecodeConfig(64, 4, 4, 1, copy_registers=120),
     ("hopper", 192, 2, 64): DecodeConfig(64, 4, 3, 1, copy_registers=120),
     ("hopper", 256, 1, 64): DecodeConfig(64, 4, 2, 1, copy_registers=120, merge_registers=32),
     ("hopper", 256, 2, 64): DecodeConfig(64, 4, 3, 1, copy_warps=8, merge_registers=32),
-    ("hopper", 576, 2, 64): DecodeConfig(64, 4, 2, 1, copy_registers=160),
+    ("hopper", 576, 2, 64): DecodeConfig(64, 4, 2, 1, copy_registers=168),
     ("portable", 64, 1, 64): DecodeConfig(64, 4, 3, 2),
     ("portable", 64, 2, 64): DecodeConfig(64, 4, 3, 2),
     ("portable", 64, 4, 64): DecodeConfig(32, 8, 2, 2),
@@ -136,6 +138,11 @@ def decode_config(kernel: str, head_dim: int, head_dim_v: int, kv_bytes: int, co
     return next(_DECODE[key] for key in keys if key in _DECODE)
 
 
-def packed_rows(rows: int, head_dim: int) -> int:
-    """Rows of a unit for `rows` (token, head) pairs: 16, 32 or 64; at most 32 where the accumulator is wide."""
-    return min(64 if head_dim <= 128 else 32, max(16, 1 << max(0, rows - 1).bit_length()))
+#: (kernel, widest head dim, most rows of a unit): what the registers hold of the accumulator.
+_MOST_ROWS = (("hopper", 128, 64), ("hopper", 576, 32), ("portable", 128, 64), ("portable", 256, 32), ("portable", 576, 16))
+
+
+def packed_rows(kernel: str, rows: int, head_dim: int) -> int:
+    """Rows of a unit for `rows` (token, head) pairs: 16, 32 or 64."""
+    most = next(most for name, width, most in _MOST_ROWS if name == kernel and head_dim <= width)
+    return min(most, max(16, 1 << max(0, rows - 1).bit_length()))

@@ -72,6 +72,7 @@ def gpu_target(name: str) -> Any:
 def source_of(case: Any) -> Any:
     """The AST source of a case: every argument of the kernel gets its type, constant and alignment."""
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     names = case.kernel.arg_names
     missing = [n for n in names if n not in case.types and n not in case.constants]
@@ -80,7 +81,16 @@ def source_of(case: Any) -> Any:
         raise ValueError(f"{case.name}: arguments without a type {missing}, unknown arguments {unknown}")
     signature = {n: case.types[n].removesuffix(":16") if n in case.types else "constexpr" for n in names}
     attributes = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if case.types.get(n, "").endswith(":16")}
-    return ASTSource(case.kernel, signature, {n: case.constants[n] for n in names if n in case.constants}, attributes)
+    constants = {(i,): case.constants[n] for i, n in enumerate(names) if n in case.constants}
+    return (GluonASTSource if case.kernel.is_gluon() else ASTSource)(case.kernel, signature, constants, attributes)
+
+
+def options_of(case: Any) -> dict[str, Any]:
+    """The compiler's options, as the launcher gives them."""
+    options = {"num_warps": case.warps, "num_stages": case.stages, "enable_fp_fusion": case.fp_fusion}
+    if case.registers is not None:
+        options["maxnreg"] = case.registers
+    return options | ({"launch_pdl": True} if case.constants.get("PDL") else {})
 
 
 def nvidia_usage(cubin: bytes) -> dict[str, int]:
@@ -107,15 +117,15 @@ def compile_case(index: int, target: str) -> Result:
     import triton
 
     case, begin = all_cases()[index], time.monotonic()
-    options = {"num_warps": case.warps, "num_stages": case.stages, "enable_fp_fusion": case.fp_fusion}
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # Triton prints the whole assembly of a case that ptxas refuses
-            compiled = triton.compile(source_of(case), target=gpu_target(target), options=options)
+            compiled = triton.compile(source_of(case), target=gpu_target(target), options=options_of(case))
     except Exception as error:  # compilers raise many types; the text is the finding
         status = "refused" if target in case.refused | case.unserved else "failed"
         while error.__cause__ is not None:
             error = error.__cause__  # type: ignore[assignment]
-        text = next((line for line in str(error).splitlines() if "error" in line.lower()), str(error).strip().splitlines()[-1])
+        lines = str(error).strip().splitlines() or ["no message"]
+        text = next((line for line in lines if "error" in line.lower()), lines[-1])
         return Result(case.name, target, status, f"{type(error).__name__}: {text.strip()[:300]}", seconds=time.monotonic() - begin)
     usage = nvidia_usage(compiled.asm["cubin"]) if target.startswith("sm_") else amd_usage(compiled.asm["amdgcn"])
     shared, status, detail = int(compiled.metadata.shared), "ok", ""

@@ -2,7 +2,8 @@
 
     python tests/kernels/count_variants.py
 
-Prints a JSON object: case -> {kernel: variants}. Needs no GPU; must not run under TRITON_INTERPRET.
+Prints a JSON object: case -> {kernel: variants that it adds}. Each case of decoding runs as on a GPU that gets the
+portable kernel and as on Hopper. Needs no GPU; must not run under TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -50,17 +51,47 @@ def compile_only() -> Iterator[None]:
         JITFunction.__getitem__ = launch
 
 
-def decode(sequences: int, columns: int, pages: int, **extra: Any) -> None:
-    """One call of 8/2 heads, D = 64, page size 16."""
+@contextmanager
+def hopper() -> Iterator[None]:
+    """Let the launcher see a Hopper GPU of 132 multiprocessors."""
+    from hal.kernels import flash_decode
+
+    pretended = {
+        "is_hopper": lambda device: True,
+        "supports_pdl": lambda device: True,
+        "decode_programs": lambda device, config: 132 * config.residents,
+    }
+    own = {name: getattr(flash_decode, name) for name in pretended}
+    vars(flash_decode).update(pretended)
+    flash_decode._partition.cache_clear()
+    try:
+        yield
+    finally:
+        vars(flash_decode).update(own)
+        flash_decode._partition.cache_clear()
+
+
+def decode(sequences: int, columns: int, pages: int, padding: int = 0, **extra: Any) -> None:
+    """One call of 8/2 heads, D = 64, page size 16; `padding` rows beyond the blocks."""
     from hal.backends.triton_ops import flash_decode
 
     q_len = extra.get("q_len", 1)
-    tokens = sequences * q_len + (3 if "cu_seqlens_q" in extra else 0)
+    tokens = sequences * q_len + padding
     if "cu_seqlens_q" in extra:
         extra["cu_seqlens_q"] = torch.arange(sequences + 1, dtype=torch.int32)
     cache = torch.zeros(pages, 16, 2, 64, dtype=torch.bfloat16)
     lengths, table = torch.zeros(sequences, dtype=torch.int32), torch.zeros(sequences, columns, dtype=torch.int32)
     flash_decode(torch.zeros(tokens, 8, 64, dtype=torch.bfloat16), cache, cache.clone(), lengths, table, return_lse=True, **extra)
+
+
+def planned(sequences: int, columns: int, pages: int, **facts: Any) -> None:
+    """A plan, its refresh, and a call that uses it."""
+    from hal.backends.triton_ops import plan_decode
+
+    facts |= {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "page_size": 16, "max_seq_len": 16 * columns}
+    lengths = torch.zeros(sequences, dtype=torch.int32)
+    plan = plan_decode(lengths, **facts)
+    decode(sequences, columns, pages, plan=plan_decode(lengths, **facts, out=plan), q_len=facts["q_len"], window=facts["window"])
 
 
 def sweep(call: Callable[..., None], **extra: Any) -> None:
@@ -87,11 +118,12 @@ def merge(sequences: int, columns: int, pages: int) -> None:
 
 def variants() -> dict[str, int]:
     """Compiled variants of each kernel so far."""
-    from hal.kernels import decode_kernel, decode_plan, decode_reduce, merge_states, write_kv
+    from hal.kernels import decode_hopper, decode_kernel, decode_partition, decode_reduce, merge_states, write_kv
 
     kernels = (
         decode_kernel.decode_kernel,
-        decode_plan.plan_kernel,
+        decode_hopper.decode_hopper_kernel,
+        decode_partition.plan_kernel,
         decode_reduce.reduce_kernel,
         decode_reduce.depth_kernel,
         merge_states.merge_kernel,
@@ -101,31 +133,40 @@ def variants() -> dict[str, int]:
 
 
 TREE = torch.ones(33 * 2, 2, dtype=torch.bool)
-#: case -> calls of one set of facts.
+#: case -> calls of one set of facts, on any GPU.
 CASES: dict[str, list[Callable[[], None]]] = {
     "plain": [partial(sweep, decode)],
     "windows": [partial(sweep, decode, window=w, scale=w / 7) for w in (1, 16, 100)],
-    "variable": [partial(sweep, decode, cu_seqlens_q=True)],
+    "variable": [partial(sweep, decode, cu_seqlens_q=True, padding=rows) for rows in (3, 0)],
+    "block": [partial(sweep, decode, q_len=3)],
+    "planned": [partial(sweep, planned, q_len=2, window=w) for w in (1, 16, 100)],
     "tree": [partial(decode, n, 9 + n, 5, q_len=2, tree_mask=TREE[: 2 * n], alibi_slopes=torch.zeros(8)) for n in (1, 8, 33)],
     "invariant": [partial(sweep, decode, batch_invariant=True), partial(decode, 4, 64, 9, q_len=4, batch_invariant=True)],
     "short": [partial(decode, 2, 3, 5)],
     "short-variable": [partial(decode, 2, 3, 5, cu_seqlens_q=True)],
-    "write": [partial(sweep, write)],
-    "merge": [partial(sweep, merge)],
 }
+#: The same for the other ops.
+OTHERS: dict[str, list[Callable[[], None]]] = {"write": [partial(sweep, write)], "merge": [partial(sweep, merge)]}
+
+
+def count(cases: dict[str, list[Callable[[], None]]], prefix: str = "") -> dict[str, dict[str, int]]:
+    """Variants that each case adds to those before it."""
+    found, before = {}, variants()
+    for name, calls in cases.items():
+        for call in calls:
+            call()
+        after = variants()
+        found[prefix + name] = {kernel: after[kernel] - before[kernel] for kernel in after if after[kernel] != before[kernel]}
+        before = after
+    return found
 
 
 def main() -> None:
     """Sweep the cases."""
-    found: dict[str, dict[str, int]] = {}
     with compile_only():
-        before = variants()
-        for name, calls in CASES.items():
-            for call in calls:
-                call()
-            after = variants()
-            found[name] = {kernel: after[kernel] - before[kernel] for kernel in after if after[kernel] != before[kernel]}
-            before = after
+        found = count(CASES | OTHERS)
+        with hopper():
+            found |= count(CASES, "hopper-")
     print(json.dumps(found))
 
 

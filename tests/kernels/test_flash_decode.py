@@ -56,12 +56,13 @@ def test_groups(device: torch.device, heads: tuple[int, int]) -> None:
 
 
 def test_group_of_24_in_tiles_of_16(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hal.kernels import decode_plan
+    from hal.kernels import decode_partition
+    from hal.kernels import flash_decode as launcher
 
-    monkeypatch.setattr(decode_plan, "packed_rows", lambda rows, head_dim: 16)
-    decode_plan.partition_of.cache_clear()
+    monkeypatch.setattr(decode_partition, "packed_rows", lambda kernel, rows, head_dim: 16)
+    launcher._partition.cache_clear()
     run(device, lengths=[33, 300], heads=(48, 2), dims=(16, 16), q_len=2)
-    decode_plan.partition_of.cache_clear()
+    launcher._partition.cache_clear()
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16, 48, 544])

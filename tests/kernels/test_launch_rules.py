@@ -15,26 +15,47 @@ import torch
 
 @pytest.fixture(scope="module")
 def counted() -> dict[str, dict[str, int]]:
-    """Compiled variants of each kernel over sweeps of batch size, table width, cache size and scale."""
+    """Compiled variants that each case of `count_variants.py` adds."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("count_variants.py")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True, env=environment)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("case", ["plain", "windows", "variable", "tree", "write", "merge"])
-def test_one_variant_for_all_batch_sizes_lengths_tables_and_scales(counted: dict[str, dict[str, int]], case: str) -> None:
-    assert counted[case]
-    assert set(counted[case].values()) == {1}
+#: Variants that each case adds: one a kernel, whatever the batch, lengths, table, cache, scale, window and longest length.
+PORTABLE = {"decode_kernel": 1, "plan_kernel": 1, "reduce_kernel": 1}
+HOPPER = {"decode_hopper_kernel": 1, "plan_kernel": 1}
+ADDED = {
+    "plain": PORTABLE,
+    "windows": {"decode_kernel": 1, "plan_kernel": 1},
+    "variable": PORTABLE,
+    "block": {},  # of 3 tokens: as of 1
+    "planned": {},
+    "tree": {"decode_kernel": 1, "depth_kernel": 1},
+    "invariant": PORTABLE,
+    "short": {},
+    "short-variable": {},
+    "write": {"write_kernel": 1},
+    "merge": {"merge_kernel": 1},
+    "hopper-plain": HOPPER,
+    "hopper-windows": HOPPER,
+    "hopper-variable": HOPPER,
+    "hopper-block": {"decode_hopper_kernel": 1},  # its units have more rows to merge
+    "hopper-planned": {"decode_hopper_kernel": 1},
+    "hopper-tree": {"decode_kernel": 1, "depth_kernel": 1, "reduce_kernel": 1},
+    "hopper-invariant": PORTABLE,
+    "hopper-short": {},
+    "hopper-short-variable": {},
+}
 
 
-def test_short_tables_need_no_plan_and_no_merge(counted: dict[str, dict[str, int]]) -> None:
-    assert counted["short"] == {"decode_kernel": 1}
-    assert counted["short-variable"] == {}
+@pytest.mark.parametrize("case", ADDED)
+def test_variants_depend_on_few_facts(counted: dict[str, dict[str, int]], case: str) -> None:
+    assert counted[case] == ADDED[case]
 
 
-def test_invariant_calls_need_one_more_variant_for_short_tables(counted: dict[str, dict[str, int]]) -> None:
-    assert counted["invariant"] == {"decode_kernel": 2, "plan_kernel": 1, "reduce_kernel": 1}
+def test_all_counted_cases_are_expected(counted: dict[str, dict[str, int]]) -> None:
+    assert set(counted) == set(ADDED)
 
 
 ROUNDING = """
@@ -53,12 +74,16 @@ def test_rounding_constant_is_not_folded_away() -> None:
 
 
 def test_sizes_are_a_function_of_few_facts(device: torch.device) -> None:
-    from hal.kernels.decode_plan import partition_of
+    from hal.kernels.flash_decode import _partition
 
-    tiles = {partition_of(b, b, 1, 4, 8, 128, n, False, device).block_m for b in range(1, 34) for n in (300, 5000, 10**6)}
-    assert tiles == {16}
-    invariant = {partition_of(b, b * q, q, 4, 8, 128, n, True, device).block_m for b in (1, 33) for q in (1, 4, 9) for n in (300, 5000)}
-    assert invariant == {16}
+    def rows(b: int, q: int, n: int, invariant: bool) -> tuple[int, int]:
+        partition, _ = _partition(False, b, b * q, q, 4, 8, 128, 128, n, 2, 2, invariant, device)
+        return partition.block_m, partition.token_rows
+
+    lengths = (1, 300, 5000, 10**6)
+    for q, wanted in ((1, 16), (4, 16), (5, 32), (9, 64), (100, 64)):
+        assert {rows(b, q, n, False) for b in range(1, 34) for n in lengths} == {(wanted, 4)}
+    assert {rows(b, q, n, True) for b in (1, 33) for q in (1, 4, 9) for n in lengths} == {(16, 16)}
 
 
 @pytest.mark.parametrize(

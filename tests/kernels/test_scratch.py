@@ -38,12 +38,32 @@ def partial_bytes(kept: list[dict[Any, Tensor] | list[Tensor]]) -> int:
 
 
 def scratch_bound(device: torch.device, rows: int, dims: tuple[int, int], itemsize: int, parts: int = 2) -> int:
-    """Most bytes of partials: `parts` x programs that fill the device x rows of a unit x (Dv + 1) floats."""
+    """Most bytes of partials: `parts` x programs of a call x rows of a unit x (Dv + 1) floats.
+
+    A call has as many programs as fill the device, up to three times as many where the kv heads do not divide those,
+    and as many again that are short.
+    """
+    from hal.kernels.decode_partition import _MOST_WAVES
     from hal.kernels.tuning import decode_config, decode_programs, packed_rows
 
-    unit = packed_rows(rows, max(dims))
-    configs = [decode_config(kernel, *dims, itemsize, itemsize, unit) for kernel in ("hopper", "portable")]
-    return parts * max(decode_programs(device, config) for config in configs) * unit * (dims[1] + 1) * 4
+    kernels = ("hopper", "portable")
+    unit = max(packed_rows(kernel, rows, max(dims)) for kernel in kernels)
+    configs = [decode_config(kernel, *dims, itemsize, itemsize, packed_rows(kernel, rows, max(dims))) for kernel in kernels]
+    programs = max(decode_programs(device, config) for config in configs) * _MOST_WAVES * (2 if device.type == "cuda" else 1)
+    return parts * programs * unit * (dims[1] + 1) * 4
+
+
+@pytest.mark.parametrize("dim", [64, 128, 192, 256, 512])
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 5, 7, 8, 16, 32, 71])
+def test_partials_on_an_h200_take_less_than_32_mb(dim: int, kv_heads: int) -> None:
+    """Units of 16 rows, any batch and length, on 132 multiprocessors."""
+    from hal.kernels.decode_partition import partition_of
+    from hal.kernels.tuning import decode_config
+
+    config = decode_config("hopper", dim if dim < 512 else 576, dim, 2, 2, 16)
+    for batch in (1, 8, 64, 512):
+        partition = partition_of(batch, batch, 1, 16, kv_heads, 16, 1 << 20, False, 132 * config.residents, config.least, config.short_pieces)
+        assert partition.slots * kv_heads * 16 * (dim + 1) * 4 <= 32e6
 
 
 #: (heads, dims, q_len); kv heads that do and do not divide the programs of a device.
@@ -174,7 +194,10 @@ def test_threads_have_their_own(device: torch.device, kept: list[Any]) -> None:
     wrong = [torch.zeros((), dtype=torch.int64, device=device) for _ in both]
     torch.cuda.synchronize(device)
 
+    together = threading.Barrier(2)  # an ended thread's number may be given to the next
+
     def go(args: dict[str, Any], wanted: Tensor, count: Tensor) -> None:
+        together.wait()
         for _ in range(1000):
             count += (flash_decode(**args)[0] != wanted).sum()
 

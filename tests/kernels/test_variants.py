@@ -46,7 +46,7 @@ def test_sweep_compiles_nothing_after_warm_up(device: torch.device, features: di
         for columns in (1, 2, 16, 300):
             call(sequences, columns)
     before = compiled()
-    assert before["decode_kernel"] + sum(before.values()) > 0
+    assert sum(before.values()) > 0
     for sequences in range(1, 34):
         for columns in (1, 300, rng.randint(2, 299), rng.randint(2, 299)):
             call(sequences, columns)
