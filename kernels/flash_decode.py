@@ -216,7 +216,8 @@ def flash_decode(
                 q.stride(0), q.stride(1), *key_steps[:3], *value_steps[:3],
                 out_strides[0], out_strides[1], lse_stride, block_tables.stride(0), k_strides[2], v_strides[2],
                 head_dim, d0, max(d1, 32) if d1 else 0, head_dim_v, dv0, max(dv1, 64) if dv1 else 0,
-                group, partition.token_rows, page_size, partition.block_m, config.stages, v_in_k, *merge, config.copy_warps, config.copy_registers, pdl,
+                group, partition.token_rows, page_size, partition.block_m, config.stages, v_in_k, *merge,
+                config.copy_warps, config.copy_registers, pdl,
             )  # fmt: skip
             compiled = decode_hopper_kernel[grid](
                 *arguments, num_warps=config.warps, maxnreg=config.registers, enable_fp_fusion=True, **pdl_options(pdl)
