@@ -6,10 +6,12 @@ shared memory, and the few query rows are its narrow side, so a group of 4 heads
 transposed as well. Running maximum, sum and output follow Flash-Attention (Dao et al., 2022) in the base-2 domain; the
 sum is kept per key of the tile and added up once at the end.
 
-Page ids are loaded one tile ahead of the keys that they address: keys and values are then fetched by asynchronous
-copies several tiles ahead (the compiler's software pipeline), at any page size. They are loaded twice, once in the order
-in which the copies need them, once in that of the scores: an exchange between the two would cost a barrier. Keys that
-must not be seen are never loaded, V included: 0 * NaN is NaN.
+With AHEAD, page ids are loaded one tile ahead of the keys that they address: keys and values are then fetched by
+asynchronous copies several tiles ahead (the compiler's software pipeline), at any page size. They are loaded twice, once
+in the order in which the copies need them, once in that of the scores: an exchange between the two would cost a barrier.
+That is for caches of which K and V are both copied in 16 bytes; where one is not, its loads stay in another stage of the
+pipeline, and ids carried from tile to tile do not reach both. Keys that must not be seen are never loaded, V included:
+0 * NaN is NaN.
 
 A head dim is cut into a power of two and a masked rest (D0 + D1, DV0 + DV1), so that 80 costs 64 + 16. All arithmetic
 but the operands of `tl.dot` is fp32; DOT is fp32 too under the interpreter, which computes bf16 wrongly.
@@ -39,6 +41,7 @@ def attend(
     stride_kp, stride_kt, stride_kx, stride_vp, stride_vt, stride_vd, stride_ksp, stride_kst, stride_vsp, stride_vst,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     P: tl.constexpr, SPLIT_X: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr, DOT: tl.constexpr, V_IN_K: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Attend to the tiles of keys from `begin` to `end`, looking only at keys in [first, last).
 
@@ -57,12 +60,16 @@ def attend(
     next_page = tl.load(table + key // P, mask=(key >= first) & (key < last), other=-1)
     next_seen = next_page
     for start in range(begin, end, TILE):
-        page = next_page
-        seen = next_seen
         key = start + tl.arange(0, TILE)
-        ahead = key + TILE
-        next_page = tl.load(table + ahead // P, mask=(ahead >= first) & (ahead < last), other=-1)
-        next_seen = tl.load(table + ahead // P, mask=(ahead >= first) & (ahead < last), other=-1)
+        if AHEAD:
+            page = next_page
+            seen = next_seen
+            ahead = key + TILE
+            next_page = tl.load(table + ahead // P, mask=(ahead >= first) & (ahead < last), other=-1)
+            next_seen = tl.load(table + ahead // P, mask=(ahead >= first) & (ahead < last), other=-1)
+        else:
+            page = tl.load(table + key // P, mask=(key >= first) & (key < last), other=-1)
+            seen = page
         load = (page >= 0) & (page < pages)
         inside = (seen >= 0) & (seen < pages)
         offset = (key % P).to(tl.int64)

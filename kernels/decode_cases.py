@@ -113,6 +113,7 @@ def _portable(call: _Call) -> list[CompileCase]:
     types, constants = call.types(VARYING) | _PORTABLE, call.constants()
     constants |= {name: None for name in _TREE if name not in call.features}
     constants |= {"K_TOKEN_SCALE": call.token_scale, "V_TOKEN_SCALE": call.token_scale, "UPCAST": False, "INVARIANT": call.invariant}
+    constants["AHEAD"] = call.cache.itemsize == 2 and not call.split_layout and "tree_ptr" not in call.features
     constants |= {"STEP": INVARIANT_CHUNK if call.invariant else STEP, "SPLIT_X": 16 // call.cache.itemsize if call.split_layout else 0}
     if call.split_layout:
         types["stride_vd"] = types.pop("stride_vt")

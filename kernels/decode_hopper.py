@@ -27,7 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hal.kernels.numerics import LN2, LOG2E
 
-__all__ = ["VARYING", "decode_hopper_kernel", "hopper_dims", "hopper_strides", "merge_shape"]
+__all__ = ["VARYING", "decode_hopper_kernel", "hopper_dims", "merge_shape"]
 
 _HEADER = gl.constexpr(4)
 _RECORD = gl.constexpr(4)
@@ -66,12 +66,6 @@ def merge_shape(rows: int, head_dim_v: int, registers: int) -> tuple[int, int]:
     rows = 1 << (rows - 1).bit_length()
     size = max(rows, 4) * max(128, 1 << (head_dim_v - 1).bit_length())  # what 4 warps hold of one partial
     return (rows, registers * 128 // size) if size <= 4096 else (0, 0)
-
-
-def hopper_strides(layout: str, key_strides: tuple[int, ...], value_strides: tuple[int, ...], address: int) -> bool:
-    """Whether the caches can be copied 16 bytes at a time: whole head dims, aligned."""
-    aligned = all(stride % 16 == 0 for stride in (*key_strides[:3], *value_strides[:3]))
-    return layout in ("NHD", "HND") and value_strides[3] == 1 and aligned and address % 16 == 0
 
 
 @gluon.jit
@@ -142,14 +136,20 @@ def _segment(
 
 
 @gluon.jit
-def _page_ids(table, tile, max_keys, P: gl.constexpr, LAYOUT: gl.constexpr):
+def _table(tables_ptr, sequence, sequences, stride_bt, max_keys):
+    """A sequence's row of the block table, and the keys that it has room for: none behind the last sequence."""
+    return tables_ptr + sequence.to(gl.int64) * stride_bt, gl.where(sequence < sequences, max_keys, 0)
+
+
+@gluon.jit
+def _page_ids(table, tile, room, P: gl.constexpr, LAYOUT: gl.constexpr):
     """Page ids of the keys of a tile, as the table has them; -1 beyond its width."""
     key = tile * TILE + gl.arange(0, TILE, LAYOUT)
     if P % TILE == 0:
-        page = gl.load(table + tile // (P // TILE), mask=tile * TILE < max_keys, other=-1)
-        return gl.where(key < max_keys, page, -1)
+        page = gl.load(table + tile // (P // TILE), mask=tile * TILE < room, other=-1)
+        return gl.where(key < room, page, -1)
     else:
-        return gl.load(table + key.to(gl.uint32) // P, mask=key < max_keys, other=-1)
+        return gl.load(table + key.to(gl.uint32) // P, mask=key < room, other=-1)
 
 
 @gluon.jit
@@ -398,18 +398,19 @@ def _produce(
     phase = 1
     # Where the piece most likely begins: these ids are on their way while the lengths are looked up.
     guess = step
-    next_page = _page_ids(tables_ptr + sequence.to(gl.int64) * stride_bt, guess, max_keys, P, KEY)
+    table, room = _table(tables_ptr, sequence, sequences, stride_bt, max_keys)
+    next_page = _page_ids(table, guess, room, P, KEY)
     while left > 0:
         sequence, _, _, _, first, last, tile, tiles, taken, _, row_tile, next_sequence = _segment(
             sequence, row_tile, step, left, steps_ptr, seq_lens_ptr, cu_ptr, sequences, tokens, q_len, window, max_keys, TOKEN_ROWS, BLOCK_M
         )
-        table = tables_ptr + sequence.to(gl.int64) * stride_bt
+        table, room = _table(tables_ptr, sequence, sequences, stride_bt, max_keys)
         if tile != guess:
-            next_page = _page_ids(table, tile, max_keys, P, KEY)
+            next_page = _page_ids(table, tile, room, P, KEY)
         guess = -1
         for at in range(tile, tile + tiles):
             page = next_page
-            next_page = _page_ids(table, at + 1, max_keys, P, KEY)
+            next_page = _page_ids(table, at + 1, room, P, KEY)
             ok = _readable(page, at, first, last, pages, KEY)
             k_keys = k_base + _in_page(at, stride_kt, P, KEY)
             k_rows = _times(page, stride_kp)
@@ -470,8 +471,8 @@ def _consume(
         if not whole:
             first_piece = _piece_at(begin - step, share, long_steps, short, long)
             parts = _piece_at(begin - step + planned - 1, share, long_steps, short, long) - first_piece + 1
-        table = tables_ptr + sequence.to(gl.int64) * stride_bt
-        next_page = _page_ids(table, tile, max_keys, P, KEY)
+        table, room = _table(tables_ptr, sequence, sequences, stride_bt, max_keys)
+        next_page = _page_ids(table, tile, room, P, KEY)
         q0, q1 = _queries(q_ptr, row_tile, row_start, queries, kv_head, stride_qt, stride_qh, D, D0, D1, G, TOKEN_ROWS, BLOCK_M, QUERY)
         row_scale = gl.full([BLOCK_M], 1.0, gl.float32, ROW)
         if RESCALE:
@@ -512,7 +513,7 @@ def _consume(
 
         for at in range(tile, tile + tiles):
             page = next_page
-            next_page = _page_ids(table, at + 1, max_keys, P, KEY)
+            next_page = _page_ids(table, at + 1, room, P, KEY)
             key = at * TILE + gl.arange(0, TILE, KEY)
             visible = _readable(page, at, first, last, pages, KEY)[:, None] & (key[:, None] <= position[None, :])
             if window is not None:

@@ -56,7 +56,7 @@ def decode_kernel(
     stride_ksp, stride_kst, stride_ksh, stride_vsp, stride_vst, stride_vsh,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     G: tl.constexpr, TOKEN_ROWS: tl.constexpr, P: tl.constexpr, SPLIT_X: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr,
-    STEP: tl.constexpr, INVARIANT: tl.constexpr, V_IN_K: tl.constexpr,
+    STEP: tl.constexpr, INVARIANT: tl.constexpr, V_IN_K: tl.constexpr, AHEAD: tl.constexpr,
     K_TOKEN_SCALE: tl.constexpr, V_TOKEN_SCALE: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program i serves piece `i // Hkv` and kv head `i % Hkv`: the heads of a page are read at about the same time."""
@@ -151,7 +151,7 @@ def decode_kernel(
                     q0, q1, k_base, v_base, table, tree_ptr, depth_ptr, k_token_scale, v_token_scale,
                     score_scale, softcap, window, pages, tree_cols, stride_tree, token,
                     stride_kp, stride_kt, stride_kx, stride_vp, stride_vt, stride_vd, stride_ksp, stride_kst, stride_vsp, stride_vst,
-                    D, D0, D1, DV, DV0, DV1, P, SPLIT_X, TILE, BLOCK_M, DOT, V_IN_K,
+                    D, D0, D1, DV, DV0, DV1, P, SPLIT_X, TILE, BLOCK_M, DOT, V_IN_K, AHEAD,
                 )  # fmt: skip
                 if not whole:
                     slot = 2 * piece + (step == 0).to(tl.int32)
@@ -167,7 +167,7 @@ def decode_kernel(
                         q0, q1, k_base, v_base, table, tree_ptr, depth_ptr, k_token_scale, v_token_scale,
                         score_scale, softcap, window, pages, tree_cols, stride_tree, token,
                         stride_kp, stride_kt, stride_kx, stride_vp, stride_vt, stride_vd, stride_ksp, stride_kst, stride_vsp, stride_vst,
-                        D, D0, D1, DV, DV0, DV1, P, SPLIT_X, TILE, BLOCK_M, DOT, V_IN_K,
+                        D, D0, D1, DV, DV0, DV1, P, SPLIT_X, TILE, BLOCK_M, DOT, V_IN_K, AHEAD,
                     )  # fmt: skip
                     if whole:
                         peak, old, new = merge_weights(peak, chunk_lse)

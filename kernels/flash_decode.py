@@ -12,13 +12,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from hal.kernels.decode_hopper import decode_hopper_kernel, hopper_dims, hopper_strides, merge_shape
+from hal.kernels.decode_hopper import decode_hopper_kernel, hopper_dims, merge_shape
 from hal.kernels.decode_kernel import decode_kernel
 from hal.kernels.decode_partition import Partition, PlanBuffer, partition_of, unit_rows, write_plan
 from hal.kernels.decode_reduce import REDUCE_BLOCK, REDUCE_PROGRAMS, depth_kernel, reduce_kernel
 from hal.kernels.decode_repeat import REPEATS, form_of, remember
 from hal.kernels.launch import pdl_options
-from hal.kernels.layouts import head_dims, key_strides, page_size_of, scale_arguments, split_of, value_strides
+from hal.kernels.layouts import copied_in_16_bytes, head_dims, key_strides, page_size_of, scale_arguments, split_of, value_strides
 from hal.kernels.scratch import counters, current_device, scratch
 from hal.kernels.tuning import DecodeConfig, decode_config, decode_programs, interpreting, is_hopper, supports_pdl
 
@@ -182,13 +182,14 @@ def flash_decode(
     k_per_token, v_per_token = (t is not None and t.dim() == 3 for t in (k_tensor, v_tensor))
     key_steps, value_steps = key_strides(k_cache, kv_layout), value_strides(v_cache, kv_layout)
     v_in_k = _values_in_keys(k_cache, v_cache, kv_layout, k_scale, v_scale)
+    aligned = copied_in_16_bytes(kv_layout, key_steps, value_steps, k_cache.data_ptr() | v_cache.data_ptr())
     hopper = (
         is_hopper(device)
         and not (batch_invariant or k_per_token or v_per_token)
         and tree_mask is None
         and q.dtype != torch.float32
         and hopper_dims(head_dim, head_dim_v, k_cache.element_size(), v_in_k=v_in_k)
-        and hopper_strides(kv_layout, key_steps, value_steps, k_cache.data_ptr() | v_cache.data_ptr())
+        and aligned
     )
     partition, config = _partition(
         hopper, sequences, tokens, uniform, group, num_kv_heads, head_dim, head_dim_v, max_keys,
@@ -226,6 +227,7 @@ def flash_decode(
                 remember(key, (compiled, arguments), planner, partition, pdl=pdl)
         else:
             plain = alibi_slopes is None and window is None
+            ahead = aligned and k_cache.element_size() == 2 and tree_mask is None
             tree, depth, tree_stride, tree_columns = _tree_arguments(tree_mask, cu_seqlens_q, sequences, tokens, q_len, plain, pdl)
             decode_kernel[grid](
                 q, k_cache, v_cache, out, lse, parts, words, seq_lens, block_tables, cu_seqlens_q,
@@ -235,7 +237,7 @@ def flash_decode(
                 q.stride(0), q.stride(1), *key_steps, *value_steps,
                 out_strides[0], out_strides[1], lse_stride, block_tables.stride(0), tree_stride, tree_columns, *k_strides, *v_strides,
                 head_dim, d0, d1, head_dim_v, dv0, dv1, group, partition.token_rows, page_size, split_of(k_cache, kv_layout),
-                config.tile, partition.block_m, partition.step, batch_invariant, v_in_k, k_per_token, v_per_token, interpreting(), pdl,
+                config.tile, partition.block_m, partition.step, batch_invariant, v_in_k, ahead, k_per_token, v_per_token, interpreting(), pdl,
                 num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=fusion, **pdl_options(pdl),
             )  # fmt: skip
         if partition.splits and not merge[0]:

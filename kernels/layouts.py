@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["head_dims", "key_strides", "page_size_of", "scale_arguments", "split_of", "value_strides"]
+__all__ = ["copied_in_16_bytes", "head_dims", "key_strides", "page_size_of", "scale_arguments", "split_of", "value_strides"]
 
 _SPLIT_K = ("HND_SPLIT", "SPLIT_V0")
 
@@ -68,3 +68,9 @@ def scale_arguments(scale: float | Tensor | None, layout: str) -> tuple[Tensor |
     if scale.dim() == 3:
         return scale, 1.0, _token_scale_strides(scale, layout)
     return scale, 1.0, (0, 0, scale.stride(0) if scale.numel() > 1 else 0)
+
+
+def copied_in_16_bytes(layout: str, key_strides: tuple[int, ...], value_strides: tuple[int, ...], address: int) -> bool:
+    """Whether both caches can be copied 16 bytes at a time: whole head dims, aligned."""
+    aligned = all(stride % 16 == 0 for stride in (*key_strides[:3], *value_strides[:3]))
+    return layout in ("NHD", "HND") and value_strides[3] == 1 and aligned and address % 16 == 0
