@@ -143,7 +143,8 @@ def partition_of(
     fill = _pieces(programs, num_kv_heads)
     few = (fill + 1) // 2
     # As the planner cuts the most steps that there can be: programs without work would take places of others.
-    share = max(least, -(-most // fill), min(-(-most // few), int(_FEW_STEPS)))
+    wide = -(-most // few)
+    share = max(least, -(-most // fill), wide if wide <= int(_FEW_STEPS) else 0)
     long = max(1, min(fill, -(-most // share)))
     pieces = long * 2 if short_pieces and not invariant and most >= int(_SHORT_FROM) * long else long
     cut = pieces > 1 and max_keys > step  # a unit of one step cannot be cut
@@ -198,14 +199,15 @@ def locate(
     share = tl.maximum((total + long - 1) // long, LEAST)
     short = share
     if not INVARIANT:
-        share = tl.maximum(share, tl.minimum((total + few - 1) // few, _FEW_STEPS))
+        wide = (total + few - 1) // few
+        share = tl.where(wide <= _FEW_STEPS, tl.maximum(share, wide), share)
         if (pieces > long) & (share >= _SHORT_FROM):
             share = share - share // 8
             short = tl.maximum((total - long * share + (pieces - long) - 1) // (pieces - long), 1)
         else:
-            # Equal units are cut evenly, or not at all, if that makes a piece an eighth longer at most.
+            # Equal units are cut evenly, or not at all, if that makes a piece a sixteenth longer at most.
             even = tl.where(longest > share, tl.cdiv(longest, tl.maximum(longest // share, 1)), tl.cdiv(share, longest) * longest)
-            share = tl.where(even <= share + share // 8, even, share)
+            share = tl.where(even <= share + share // 16, even, share)
             short = share
     position = tl.minimum(piece, long) * share + tl.maximum(piece - long, 0) * short
     length = tl.where(piece < long, share, short)

@@ -109,13 +109,15 @@ def plan_of_equal(device: torch.device, sequences: int, steps: int, programs: in
 @pytest.mark.parametrize(
     ("sequences", "steps", "programs", "share", "short"),
     [
-        (60, 30, 66, 30, 30),  # 28 would do: not cut
+        (62, 30, 66, 30, 30),  # 29 would do: not cut
+        (60, 30, 66, 28, 28),  # 30 would be too long
         (1, 1024, 66, 16, 16),  # cut into 64 parts, 2 pieces stay empty
         (2, 1000, 66, 32, 32),  # 31 would do: into 32 parts, the last one shorter
-        (8, 16, 3, 48, 48),  # 43 would do: 3 sequences a piece
+        (17, 16, 6, 48, 48),  # 46 would do: 3 sequences a piece
         (3, 100, 8, 38, 38),  # halves of 50 would be too long
         (9, 16, 4, 36, 36),  # 3 sequences of 16 a piece would be too long
         (1, 120, 66, 4, 4),  # 2 would do, but half the programs are enough for so little
+        (1, 300, 66, 5, 5),  # half of them would take 10 each: not so little
         (64, 128, 66, 110, 15),  # 125 would do: an eighth goes to 66 short pieces
     ],
 )
@@ -125,7 +127,7 @@ def test_lengths_of_pieces(device: torch.device, sequences: int, steps: int, pro
 
 @pytest.mark.parametrize("seed", range(12))
 def test_equal_sequences_are_cut_evenly_or_not_at_all(device: torch.device, seed: int) -> None:
-    """Where that costs an eighth at most and the work is too little for short pieces; else the steps are shared out equally."""
+    """Where that costs a sixteenth at most and the work is too little for short pieces; else the steps are shared out equally."""
     from hal.kernels.decode_partition import _SHORT_FROM
 
     rng = random.Random(seed)
@@ -138,8 +140,9 @@ def test_equal_sequences_are_cut_evenly_or_not_at_all(device: torch.device, seed
         assert 1 <= short < share / 4
         return
     assert short == share
-    equal = max(equal, min(-(-total // partition.few), 8))
-    limit = equal + equal // 8
+    wide = -(-total // partition.few)
+    equal = max(equal, wide) if wide <= 8 else equal
+    limit = equal + equal // 16
     places = {row[2] for row in records if row[3] > 0}
     if any(size % steps == 0 for size in range(equal, limit + 1)):
         assert places == {0}, "no sequence is cut"
