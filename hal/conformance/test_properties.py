@@ -86,11 +86,14 @@ def stored(rows: Tensor, storage: str) -> Tensor:
 
 @st.composite
 def writes(draw: Callable[..., Any], caches: tuple[str, ...]) -> dict[str, Any]:
-    """Arguments of `test_write.make`, and where the rows lie: slots anywhere, twice, or nowhere; any scales."""
+    """Arguments of `test_write.make`, and where the rows lie: slots anywhere or nowhere; any scales.
+
+    No slot twice: `test_write.test_duplicate_slots` is about that.
+    """
     kv, page = draw(st.sampled_from(caches)), draw(st.sampled_from((1, 3, 8)))
     index = draw(st.sampled_from((torch.int32, torch.int64)))
     beyond = (-1, PAGES * page, -(2**31), 2**31 - 1, *((2**40, -(2**40)) if index == torch.int64 else ()))
-    slots = draw(st.lists(st.one_of(st.integers(0, PAGES * page - 1), st.sampled_from(beyond)), max_size=6))
+    slots = draw(st.lists(st.one_of(st.integers(0, PAGES * page - 1), st.sampled_from(beyond)), max_size=6, unique=True))
     heads = draw(st.integers(1, 3))
     kinds = {"float": 0.05, "0d": torch.tensor(0.05), "1": torch.tensor([0.05]), "head": torch.linspace(0.03, 0.08, heads)}
     scales: list[Any] = [None, None]
