@@ -476,12 +476,12 @@ def _consume(
         q0, q1 = _queries(q_ptr, row_tile, row_start, queries, kv_head, stride_qt, stride_qh, D, D0, D1, G, TOKEN_ROWS, BLOCK_M, QUERY)
         row_scale = gl.full([BLOCK_M], 1.0, gl.float32, ROW)
         if RESCALE:
-            # Power of two of the largest element of each row; a row out of range stays as it is.
+            # Power of two of the largest element of each row: inf for a row that holds one, so that its scores are NaN.
             size = gl.max(gl.abs(q0.to(gl.float32)), 1)
             if D1 > 0:
                 size = gl.maximum(size, gl.max(gl.abs(q1.to(gl.float32)), 1))
             power = (size.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
-            power = gl.where((power > 1e-30) & (power < 1e30), power, 1.0)
+            power = gl.where(power > 1e-30, power, 1.0)
             if WHOLE:
                 power = power * 0.0078125  # 2 ** -7: e4m3 reaches 448
                 _store_terms(q0.to(gl.float32) / power[:, None], q0_smem, BLOCK_M)

@@ -42,14 +42,15 @@ def reduce_kernel(
     first_row = tl.program_id(0) % slices
     kv_head = ((tl.program_id(0) // slices) % num_kv_heads).to(tl.int64)
     piece = 1 + tl.program_id(0) // slices // num_kv_heads
-    share = tl.load(plan_ptr)
-    short = tl.load(plan_ptr + 2)
-    long = tl.load(plan_ptr + 3)
+    # Past L1: the wait that would drop its old lines comes later.
+    share = tl.load(plan_ptr, cache_modifier=".cg")
+    short = tl.load(plan_ptr + 2, cache_modifier=".cg")
+    long = tl.load(plan_ptr + 3, cache_modifier=".cg")
     record = plan_ptr + HEADER + piece * RECORD
-    sequence = tl.load(record)
-    row_tile = tl.load(record + 1)
-    step = tl.load(record + 2)
-    left = tl.load(record + 3)
+    sequence = tl.load(record, cache_modifier=".cg")
+    row_tile = tl.load(record + 1, cache_modifier=".cg")
+    step = tl.load(record + 2, cache_modifier=".cg")
+    left = tl.load(record + 3, cache_modifier=".cg")
     # The unit begins in the piece before this one: else an earlier program merges it.
     before = tl.where(piece <= long, share, short)
     needed = (left > 0) & (step > 0) & (step <= before)

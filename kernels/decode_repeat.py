@@ -111,7 +111,7 @@ class Repeat:
             aligned |= g
         if aligned & 15:
             return False
-        if plan is not None and plan.partition is self._partition and plan.words is not None:
+        if plan is not None and plan.words is not None and (plan.partition is self._partition or plan.partition == self._partition):
             words = plan.words.data_ptr()
         elif self.planner is not None:
             planner = self.planner

@@ -4,7 +4,7 @@ Triton's own way to a launch binds, specialises and unpacks every argument in Py
 kernel that is launched many times with arguments of one form differs only in some pointers, so its parameters are laid
 out once and the driver's `cuLaunchKernelEx` is called on them. The layout (arguments that are not constants, in order,
 then two unused scratch pointers) is Triton's, checked against the versions named in `SUPPORTED`; others, and processes
-in which somebody hooks Triton's launches, keep to Triton's launcher.
+in which somebody hooks Triton's launches, keep to Triton's launcher (hooks set later do not see direct launches).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Config(ctypes.Structure):
 
 @cache
 def _driver() -> Any:
-    return ctypes.PyDLL("libcuda.so.1").cuLaunchKernelEx
+    return ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
 
 
 def can_launch_directly(compiled: Any) -> bool:

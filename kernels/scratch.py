@@ -23,6 +23,7 @@ _COUNTERS: dict[tuple[torch.device, int, int], Tensor] = {}
 #: Zeros for captured calls: (tensor, elements handed out). What a graph was given belongs to it for good.
 _RESERVE: dict[torch.device, tuple[Tensor, int]] = {}
 _RESERVED = 1 << 20
+_RESERVE_LOCK = threading.Lock()
 _RETIRED: list[Tensor] = []
 _LEAST = 1024
 
@@ -69,29 +70,32 @@ def counters(size: int, device: torch.device) -> Tensor:
     """Return at least `size` int32 that are zero when a kernel begins; the kernel must leave them zero.
 
     Captured calls each get their own, because graphs captured on one stream may be replayed on two at once. They come
-    from a reserve that eager calls keep filled (zeroing in the graph would cost each replay a node); if it is used up
-    within one capture, they are zeroed in the graph.
+    from a reserve that eager calls fill (zeroing in the graph would cost each replay a node); if it is used up before
+    such a call, they are zeroed in the graph.
 
     Args:
         size: elements needed.
         device: where.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        reserve, used = _RESERVE.get(device, (None, 0))
-        if reserve is None or used + size > reserve.shape[0]:
-            return torch.zeros(size, dtype=torch.int32, device=device)
-        _RESERVE[device] = reserve, used + size
+        with _RESERVE_LOCK:
+            reserve, used = _RESERVE.get(device, (None, 0))
+            if reserve is None or used + size > reserve.shape[0]:
+                return torch.zeros(size, dtype=torch.int32, device=device)
+            # Whole 128 bytes: an address of another alignment would be another variant of the kernel.
+            _RESERVE[device] = reserve, used + -(-size // 32) * 32
         return reserve[used : used + size]
     key = (device, current_stream(device), threading.get_ident())
     found = _COUNTERS.get(key)
     if found is None or found.shape[0] < size:
         found = _COUNTERS[key] = torch.zeros(max(_LEAST, 1 << (size - 1).bit_length()), dtype=torch.int32, device=device)
     if device.type == "cuda":
-        reserve, used = _RESERVE.get(device, (None, 0))
-        if reserve is None or used > reserve.shape[0] // 2:
-            if reserve is not None:
-                _RETIRED.append(reserve)  # graphs hold parts of it
-            _RESERVE[device] = torch.zeros(_RESERVED, dtype=torch.int32, device=device), 0
+        with _RESERVE_LOCK:
+            reserve, used = _RESERVE.get(device, (None, 0))
+            if reserve is None or used > reserve.shape[0] // 2:
+                if reserve is not None:
+                    _RETIRED.append(reserve)  # graphs hold parts of it
+                _RESERVE[device] = torch.zeros(_RESERVED, dtype=torch.int32, device=device), 0
     return found
 
 

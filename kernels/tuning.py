@@ -40,7 +40,7 @@ class DecodeConfig:
         warps: of a program.
         stages: of the load pipeline.
         residents: programs that a multiprocessor holds at once.
-            least: fewest steps of a piece: a shorter one costs more in the reduction than it gains.
+        least: fewest steps of a piece: a shorter one costs more in the reduction than it gains.
         copy_warps: warps that only copy (Hopper kernel).
         copy_registers: registers of a thread of those.
         merge_registers: registers of a thread that hold partials while a cut unit is merged (Hopper kernel).

@@ -209,3 +209,19 @@ def test_threads_have_their_own(device: torch.device, kept: list[Any]) -> None:
     torch.cuda.synchronize(device)
     assert [int(count) for count in wrong] == [0, 0]
     assert len({key[-1] for key in kept[0]}) == 3  # this thread and the two
+
+
+def test_counters_of_captured_calls_are_aligned_and_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An address of another alignment would compile another variant of the kernel, in the middle of a capture."""
+    from hal.kernels import scratch
+
+    class Device:
+        type = "cuda"
+
+    device: Any = Device()
+    reserve = torch.zeros(200, dtype=torch.int32)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(scratch, "_RESERVE", {device: (reserve, 0)})
+    given = [scratch.counters(5, device) for _ in range(6)]
+    offsets = [(t.data_ptr() - reserve.data_ptr()) // 4 for t in given]
+    assert offsets == [0, 32, 64, 96, 128, 160]
