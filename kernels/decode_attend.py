@@ -9,7 +9,7 @@ sum is kept per key of the tile and added up once at the end.
 With AHEAD, page ids are loaded one tile ahead of the keys that they address: keys and values are then fetched by
 asynchronous copies several tiles ahead (the compiler's software pipeline), at any page size. They are loaded twice, once
 in the order in which the copies need them, once in that of the scores: an exchange between the two would cost a barrier.
-That is for caches of which K and V are both copied in 16 bytes; where one is not, its loads stay in another stage of the
+That is for 16-bit caches without a tree mask, of which K and V are both copied in 16 bytes; where one is not, its loads stay in another stage of the
 pipeline, and ids carried from tile to tile do not reach both. Keys that must not be seen are never loaded, V included:
 0 * NaN is NaN.
 

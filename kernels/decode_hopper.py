@@ -25,16 +25,18 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from hal.kernels.decode_partition import HEADER, RECORD
 from hal.kernels.numerics import LN2, LOG2E
+from hal.kernels.tuning import STEP
 
 __all__ = ["VARYING", "decode_hopper_kernel", "hopper_dims", "merge_shape"]
 
-_HEADER = gl.constexpr(4)
-_RECORD = gl.constexpr(4)
+_HEADER = gl.constexpr(int(HEADER))
+_RECORD = gl.constexpr(int(RECORD))
 _LOG2E = gl.constexpr(LOG2E)
 _LN2 = gl.constexpr(LN2)
 #: Keys of a tile and of a step: the rows of one `wgmma`.
-TILE = gl.constexpr(64)
+TILE = gl.constexpr(STEP)
 # Renamed between Triton 3.6 and 3.9.
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _start_copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared

@@ -4,11 +4,11 @@
 A unit is a tile of `block_m` packed rows (token, head of one kv group) of one sequence; it exists once per kv head. Its
 keys are counted in steps. The steps of all units, sequence after sequence, form one list, which is cut into `pieces`:
 one program of the main kernel per piece and kv head, on a grid that depends on nothing but the shapes (as in stream-K,
-Osama et al., 2023). A unit inside a piece is written directly; a unit that a boundary cuts leaves one partial per piece,
-and the reduction merges them.
+Osama et al., 2023). A unit inside a piece is written directly; a unit that a boundary cuts leaves one partial per piece (per
+chunk in a batch-invariant call), merged by the last writer on Hopper, else by the reduction.
 
-The first `long` pieces have one length and fill the device. Multiprocessors do not all read equally fast, though, so
-that with much work the last eighth of the list is left to short pieces, which start as places become free.
+The first `long` pieces have one length. Multiprocessors do not all read equally fast, so with much work (96 steps a
+piece or more) the last eighth of the list is left to short pieces, which start as places become free.
 
 `plan_kernel` finds where each piece begins, in one program per piece; a plan is that answer, kept for all layers of a
 step. It counts the steps that the lengths had when it was made, and the main kernel stretches them over the keys that a
@@ -59,10 +59,9 @@ class Partition:
             matrix product may round a row differently in another place of the tile.
         pieces: pieces of the list of steps; 1 if nothing can be cut.
         long: how many of them are long; all, if there cannot be enough work for short ones.
-        few: pieces that give each multiprocessor one program where `long` gives it two: enough for little work.
+        few: pieces that give each multiprocessor one program: enough for little work.
         slots: scratch slots of partials per kv head.
         step: keys of a step.
-        least: fewest steps of a piece.
         invariant: batch-invariant call: a step is a chunk that is summed up by itself.
     """
 
@@ -73,7 +72,6 @@ class Partition:
     few: int
     slots: int
     step: int
-    least: int
     invariant: bool
 
     @property
@@ -118,7 +116,7 @@ def partition_of(
     max_keys: int,
     invariant: bool,
     programs: int,
-    least: int,
+    residents: int,
     short_pieces: bool,
 ) -> Partition:
     """Return the sizes of the partition of a call; a pure function of facts that the host knows.
@@ -133,23 +131,23 @@ def partition_of(
         max_keys: most keys of a sequence.
         invariant: batch-invariant call.
         programs: programs that fill the device.
-        least: fewest steps of a piece.
+        residents: programs that a multiprocessor holds at once.
         short_pieces: whether much work may end in short pieces.
     """
     token_rows = -(-group // block_m) * block_m if invariant else group
     units = tokens * token_rows // block_m + sequences + 1 if q_len is None else sequences * -(-q_len * token_rows // block_m)
-    step, least = (INVARIANT_CHUNK, 1) if invariant else (STEP, least)
+    step = INVARIANT_CHUNK if invariant else STEP
     most = -(-max(1, max_keys) // step) * units
     fill = _pieces(programs, num_kv_heads)
-    few = (fill + 1) // 2
+    few = fill if residents == 1 else max(1, -(-programs // residents // num_kv_heads))
     # As the planner cuts the most steps that there can be: programs without work would take places of others.
     wide = -(-most // few)
-    share = max(least, -(-most // fill), wide if wide <= int(_FEW_STEPS) else 0)
+    share = max(1, -(-most // fill), wide if wide <= int(_FEW_STEPS) else 0)
     long = max(1, min(fill, -(-most // share)))
     pieces = long * 2 if short_pieces and not invariant and most >= int(_SHORT_FROM) * long else long
     cut = pieces > 1 and max_keys > step  # a unit of one step cannot be cut
     slots = 0 if not cut else pieces * _CHUNKS_PER_PIECE if invariant else 2 * pieces
-    return Partition(block_m, token_rows, pieces, long, few, slots, step, least, invariant)
+    return Partition(block_m, token_rows, pieces, long, few, slots, step, invariant)
 
 
 @triton.jit
@@ -179,9 +177,9 @@ def work_of(
 @triton.jit
 def locate(
     piece, seq_lens_ptr, cu_ptr, sequences, tokens, q_len, window, max_keys, pieces, long, few, slots,
-    TOKEN_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, STEP: tl.constexpr, LEAST: tl.constexpr, INVARIANT: tl.constexpr,
+    TOKEN_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, STEP: tl.constexpr, INVARIANT: tl.constexpr,
 ):  # fmt: skip
-    """Where `piece` begins: the three words of the plan's header, then (sequence, row tile, step, steps left).
+    """Where `piece` begins: the first three words of the plan's header, then (sequence, row tile, step, steps left).
 
     In a batch-invariant call with more chunks than slots a piece takes the units that begin in it, each whole.
     """
@@ -196,7 +194,7 @@ def locate(
         )
         total += tl.sum(row_tiles.to(tl.int64) * steps)
         longest = tl.maximum(longest, tl.max(tl.where(row_tiles > 0, steps, 1)))
-    share = tl.maximum((total + long - 1) // long, LEAST)
+    share = tl.maximum((total + long - 1) // long, 1)
     short = share
     if not INVARIANT:
         wide = (total + few - 1) // few
@@ -241,7 +239,7 @@ def locate(
 @triton.jit(do_not_specialize=["sequences", "tokens", "q_len", "window", "max_keys", "pieces", "long", "few", "slots"])
 def plan_kernel(
     plan_ptr, seq_lens_ptr, cu_ptr, sequences, tokens, q_len, window, max_keys, pieces, long, few, slots,
-    TOKEN_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, STEP: tl.constexpr, LEAST: tl.constexpr, INVARIANT: tl.constexpr, PDL: tl.constexpr,
+    TOKEN_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, STEP: tl.constexpr, INVARIANT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program i writes the record of piece i; program `pieces` writes the steps of the sequences."""
     pdl_begin(PDL)
@@ -249,7 +247,7 @@ def plan_kernel(
     if piece < pieces:
         share, long_steps, short, sequence, row_tile, step, left = locate(
             piece, seq_lens_ptr, cu_ptr, sequences, tokens, q_len, window, max_keys, pieces, long, few, slots,
-            TOKEN_ROWS, BLOCK_M, STEP, LEAST, INVARIANT,
+            TOKEN_ROWS, BLOCK_M, STEP, INVARIANT,
         )  # fmt: skip
         if piece == 0:
             tl.store(plan_ptr, share)
@@ -287,7 +285,7 @@ def write_plan(
     arguments = (
         buffer, seq_lens, cu_seqlens_q, seq_lens.shape[0], tokens, q_len, window, max_keys,
         partition.pieces, partition.long, partition.few, partition.slots,
-        partition.token_rows, partition.block_m, partition.step, partition.least, partition.invariant, pdl,
+        partition.token_rows, partition.block_m, partition.step, partition.invariant, pdl,
     )  # fmt: skip
     grid = (partition.pieces + 1,)
     return plan_kernel[grid](*arguments, num_warps=4, num_stages=1, enable_fp_fusion=True, **pdl_options(pdl)), arguments
@@ -304,7 +302,7 @@ def compile_cases() -> list[CompileCase]:
     for name, variable, window, invariant in _VARIANTS:
         types = {"plan_ptr": "*i32:16", "seq_lens_ptr": "*i32:16"} | integers
         constants: dict[str, object] = {"TOKEN_ROWS": 4, "BLOCK_M": 16, "INVARIANT": invariant}
-        constants |= {"STEP": INVARIANT_CHUNK if invariant else STEP, "LEAST": 1 if invariant else 2}
+        constants["STEP"] = INVARIANT_CHUNK if invariant else STEP
         for argument, kind, present in (("cu_ptr", "*i32:16", variable), ("window", "i32", window)):
             if present:
                 types[argument] = kind

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""The two small kernels beside the main one of `flash_decode`: the merge of split units, and the depths of a draft tree.
+"""The two small kernels beside the main one of `flash_decode`: the merge of cut units, and the depths of a draft tree.
 
 Many partials of a row are merged at a time: with one sequence the partials are many and the rows few. Bases are added to
 the scalar pointer and never to the two-dimensional offsets: Triton 3.5.0 to 3.6.0 miscompile that.

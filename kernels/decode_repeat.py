@@ -161,8 +161,8 @@ def remember(
     before = REPEATS.get(key)
     if len(REPEATS) >= _MOST_FORMS:
         REPEATS.clear()
-    plan_kernel = before.planner if before is not None else None
+    plan_launch = before.planner if before is not None else None
     if planner is not None:
-        plan_kernel = DirectKernel(*planner, partition.pieces + 1, pdl=pdl)
+        plan_launch = DirectKernel(*planner, partition.pieces + 1, pdl=pdl)
     sizes = partition.slots * heads * partition.block_m * (out.shape[2] + 1), 3 * partition.pieces * heads, partition.words(seq_lens.shape[0])
-    REPEATS[key] = Repeat(DirectKernel(compiled, arguments, partition.pieces * heads, pdl=pdl), plan_kernel, partition, sizes, q.device)
+    REPEATS[key] = Repeat(DirectKernel(compiled, arguments, partition.pieces * heads, pdl=pdl), plan_launch, partition, sizes, q.device)

@@ -1,7 +1,8 @@
-"""Launcher of `flash_decode` and of its planner: at most four kernels and no other device work.
+"""Launcher of `flash_decode` and of its planner: at most four kernels.
 
-depths (tree mask with ALiBi or window) -> plan (unless given) -> main -> merge of cut units. Nothing waits for the device. The merge is left
-out when no unit can be cut, and where the Hopper kernel merges by itself. Scratch is bounded by twice the programs of a
+plan (unless given) -> depths (tree mask with ALiBi or window) -> main -> merge of cut units; beside them new counters are
+zeroed, once. Nothing waits for the device. The merge is left out when no unit can be cut, and where the Hopper kernel
+merges by itself. Scratch is bounded by twice the programs of a
 call (eight times in a batch-invariant one) times the rows of a unit.
 """
 
@@ -50,6 +51,8 @@ def plan_decode(
     out: PlanBuffer | None,
 ) -> PlanBuffer:
     """Partition a decode step of uniform blocks; `out` is refreshed in place.
+
+    Made for 16-bit queries and the kernel that serves plain calls; a call of another partition plans for itself.
 
     Args:
         seq_lens: (B,) int32 keys of each sequence.
@@ -104,7 +107,7 @@ def _partition(
     config = decode_config(kernel, head_dim, head_dim_v, kv_bytes, compute_bytes, rows)
     programs = decode_programs(device, config)
     partition = partition_of(
-        sequences, tokens, q_len, group, num_kv_heads, rows, max_keys, invariant, programs, config.least, config.short_pieces and hopper
+        sequences, tokens, q_len, group, num_kv_heads, rows, max_keys, invariant, programs, config.residents, config.short_pieces
     )
     return partition, config
 
@@ -158,7 +161,7 @@ def flash_decode(
         tree_mask: (T, Q) bool or None.
         k_scale: None, float, scalar tensor, (Hkv,) or per token and head.
         v_scale: the same for V.
-        plan: of the same facts, or None; ignored with `cu_seqlens_q` or if made for other tiles.
+        plan: of the same facts, or None; ignored with `cu_seqlens_q` or if made for another partition.
         batch_invariant: a row's bits depend on its own keys only.
     """
     if q.shape[0] == 0:
@@ -242,9 +245,9 @@ def flash_decode(
             )  # fmt: skip
         if partition.splits and not merge[0]:
             width = 1 << (head_dim_v - 1).bit_length()
-            units = (partition.pieces - 1) * num_kv_heads
-            slices = max(1, min(rows, REDUCE_PROGRAMS // units))
-            reduce_kernel[(units * slices,)](
+            boundaries = (partition.pieces - 1) * num_kv_heads
+            slices = max(1, min(rows, REDUCE_PROGRAMS // boundaries))
+            reduce_kernel[(boundaries * slices,)](
                 out, lse, parts, words, cu_seqlens_q, sinks, v_tensor, v_factor,
                 tokens, sequences, q_len, partition.pieces, partition.slots, num_kv_heads, rows, slices,
                 out_strides[0], out_strides[1], lse_stride, v_strides[2],

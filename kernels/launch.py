@@ -1,9 +1,10 @@
 # mypy: allow-untyped-defs
 """Programmatic dependent launch: a kernel's programs are placed while the kernel before it drains (Hopper and later).
 
-A kernel that takes part calls `pdl_begin` before anything else: every program waits there until all work before this
-kernel is done and its writes are visible, and then lets the next kernel be placed, which waits in turn. So the order of
-memory is that of ordinary launches; only the launch latency between two kernels is hidden.
+Most kernels call `pdl_begin` first: every program waits there until all work before this kernel is done and its writes
+are visible, and then lets the next kernel be placed, which waits in turn. So the order of memory is that of ordinary
+launches; only the launch latency between two kernels is hidden. The reduction releases first and waits only where it
+reads partials (program 0 always, so that its end means the end of the main kernel).
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 A buffer belongs to (device, stream, host thread): two streams or two threads never share one, so no kernel of theirs
 can race through it. It keeps its address and is never freed, because a captured CUDA graph or a queued kernel may
 still use it; when a larger one is needed the old one stays alive (it at least doubles, so that at most half is idle). Under
-capture the memory comes from the capture's own pool instead.
+capture the memory comes from the capture's own pool instead. Counters differ: captured ones come from a reserve, and
+outgrown ones go back to the allocator, in the order of their stream.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ __all__ = [
     "supports_pdl",
 ]
 
-#: Keys of one step of the partition: every tile divides it or is a multiple of it.
+#: Keys of one step of the partition: every tile divides it.
 STEP = 64
 #: Keys of one chunk of a batch-invariant call: a constant, so that no row's sum depends on anything but its own keys.
 INVARIANT_CHUNK = 512
@@ -36,11 +36,10 @@ class DecodeConfig:
     """How the main kernel runs.
 
     Attributes:
-        tile: keys of a tile.
+        tile: keys of a tile (portable kernel; that of Hopper is one step).
         warps: of a program.
         stages: of the load pipeline.
         residents: programs that a multiprocessor holds at once.
-        least: fewest steps of a piece: a shorter one costs more in the reduction than it gains.
         copy_warps: warps that only copy (Hopper kernel).
         copy_registers: registers of a thread of those.
         merge_registers: registers of a thread that hold partials while a cut unit is merged (Hopper kernel).
@@ -51,7 +50,6 @@ class DecodeConfig:
     warps: int
     stages: int
     residents: int
-    least: int = 1
     copy_warps: int = 4
     copy_registers: int = 88
     merge_registers: int = 64
@@ -59,7 +57,7 @@ class DecodeConfig:
 
     @property
     def registers(self) -> int:
-        """Registers of a thread at which `residents` programs fit."""
+        """Registers of a thread at which `residents` programs fit (Hopper kernel)."""
         return min(240, 65536 // (32 * (self.warps + self.copy_warps) * self.residents) // 8 * 8)
 
 

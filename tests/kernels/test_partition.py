@@ -52,7 +52,7 @@ def test_every_step_is_covered_once_within_the_bounds(device: torch.device, seed
     from hal.kernels.decode_partition import partition_of, write_plan
 
     rng = random.Random(seed)
-    programs, least = rng.choice([8, 40, 132]), rng.choice([1, 2, 4])
+    programs, residents = rng.choice([8, 40, 132]), rng.choice([1, 2, 4])
     sequences, group, heads, block_m = rng.choice([1, 3, 60, 200]), rng.choice([1, 4, 24]), rng.choice([1, 2, 8]), rng.choice([16, 32])
     # Odd seeds have long sequences: more chunks than slots of a batch-invariant call.
     lengths = [rng.choice([0, 5, 300, 5000, 100_000 if seed % 2 else 900]) for _ in range(sequences)]
@@ -60,7 +60,7 @@ def test_every_step_is_covered_once_within_the_bounds(device: torch.device, seed
     blocks = [2 if uniform else rng.choice([0, 1, 1, 3, 9]) for _ in range(sequences)]
     padding = 0 if uniform else rng.randint(0, 5)
     tokens, window = sum(blocks) + padding, rng.choice([None, 4, 700])
-    partition = partition_of(sequences, tokens, 2 if uniform else None, group, heads, block_m, 200_000, invariant, programs, least, seed % 4 > 1)
+    partition = partition_of(sequences, tokens, 2 if uniform else None, group, heads, block_m, 200_000, invariant, programs, residents, seed % 4 > 1)
     words = torch.full((partition.words(sequences),), -5, dtype=torch.int32, device=device)
     cu = torch.tensor([sum(blocks[:i]) for i in range(sequences + 1)], dtype=torch.int32, device=device)
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
@@ -91,14 +91,14 @@ def test_every_step_is_covered_once_within_the_bounds(device: torch.device, seed
         lengths = [share] * partition.long + [short] * (partition.pieces - partition.long)
         begins = [sum(lengths[:i]) for i in range(partition.pieces)]
         assert [record[3] for record in records] == [max(0, min(n, len(wanted) - at)) for n, at in zip(lengths, begins, strict=True)]
-        assert share >= partition.least == (1 if invariant else least)
+        assert share >= 1
 
 
 def plan_of_equal(device: torch.device, sequences: int, steps: int, programs: int, short_pieces: bool) -> tuple[int, int, list[list[int]], Partition]:
     """(steps of a long and of a short piece, records, partition) of sequences of equal length, one kv head."""
     from hal.kernels.decode_partition import partition_of, write_plan
 
-    partition = partition_of(sequences, sequences, 1, 4, 1, 16, 64 * steps, False, programs, 1, short_pieces)
+    partition = partition_of(sequences, sequences, 1, 4, 1, 16, 64 * steps, False, programs, 2, short_pieces)
     words = torch.full((partition.words(sequences),), -5, dtype=torch.int32, device=device)
     lengths = torch.full((sequences,), 64 * steps, dtype=torch.int32, device=device)
     write_plan(words, partition, lengths, None, sequences, 1, None, 64 * steps, pdl=False)
@@ -162,7 +162,9 @@ def test_pieces_fill_the_device() -> None:
             assert waves <= 3
             assert pieces * heads > 0.9 * waves * programs, f"{pieces} pieces of {heads} heads on {programs} programs"
     assert partition_of(1, 1, 1, 4, 8, 16, 64, False, 528, 2, True).pieces == 1
-    assert partition_of(2, 2, 1, 4, 8, 16, 640, False, 528, 2, True).pieces == 10  # at least 2 steps each
+    assert partition_of(2, 2, 1, 4, 8, 16, 640, False, 528, 2, True).pieces == 20  # one step each
+    little = (1, 1, 1, 4, 1, 16, 64 * 600, False)  # 600 steps for 132 multiprocessors
+    assert [partition_of(*little, 132 * n, n, False).pieces for n in (1, 2, 3)] == [120] * 3
 
 
 FACTS: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "page_size": 16}

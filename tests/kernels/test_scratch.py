@@ -62,7 +62,7 @@ def test_partials_on_an_h200_take_less_than_32_mb(dim: int, kv_heads: int) -> No
 
     config = decode_config("hopper", dim if dim < 512 else 576, dim, 2, 2, 16)
     for batch in (1, 8, 64, 512):
-        partition = partition_of(batch, batch, 1, 16, kv_heads, 16, 1 << 20, False, 132 * config.residents, config.least, config.short_pieces)
+        partition = partition_of(batch, batch, 1, 16, kv_heads, 16, 1 << 20, False, 132 * config.residents, config.residents, config.short_pieces)
         assert partition.slots * kv_heads * 16 * (dim + 1) * 4 <= 32e6
 
 
