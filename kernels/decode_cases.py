@@ -9,7 +9,8 @@ import torch
 
 from hal.kernels.compile_case import CompileCase, pointer, refusals
 from hal.kernels.decode_hopper import VARYING as HOPPER_VARYING
-from hal.kernels.decode_hopper import decode_hopper_kernel, merge_shape
+from hal.kernels.decode_hopper import decode_hopper_kernel
+from hal.kernels.decode_hopper_merge import merge_shape
 from hal.kernels.decode_kernel import VARYING, decode_kernel
 from hal.kernels.decode_reduce import REDUCE_BLOCK, depth_kernel, reduce_kernel
 from hal.kernels.flash_decode import split_dim

@@ -13,7 +13,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from hal.kernels.decode_hopper import decode_hopper_kernel, hopper_dims, merge_shape
+from hal.kernels.decode_hopper import decode_hopper_kernel, hopper_dims
+from hal.kernels.decode_hopper_merge import merge_shape
 from hal.kernels.decode_kernel import decode_kernel
 from hal.kernels.decode_partition import Partition, PlanBuffer, partition_of, unit_rows, write_plan
 from hal.kernels.decode_reduce import REDUCE_BLOCK, REDUCE_PROGRAMS, depth_kernel, reduce_kernel

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = ["CASES", "GROUPS", "DecodeCase", "select"]
 
@@ -84,8 +85,8 @@ class DecodeCase:
 
 def _llama(name: str, lengths: tuple[int, ...], group: str = "main", **fields: object) -> DecodeCase:
     """Llama-3-8B's attention: 32 query heads on 8, D = 128."""
-    shape: dict[str, object] = {"heads": 32, "kv_heads": 8, "head_dim": 128} | fields
-    return DecodeCase(group, name, lengths, **shape)  # type: ignore[arg-type]
+    shape: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128} | fields
+    return DecodeCase(group, name, lengths, **shape)
 
 
 #: 64 lengths from 64 to 16384, evenly spaced, in an order without a pattern.

@@ -169,10 +169,10 @@ class Subject:
     def _call_target(self, op: str, args: dict[str, Any], validate: str) -> Any:
         target = self._under_test(self.backend(validate).explain(op, **args)).target
         module, _, function = target.partition(":")
-        implementation = importlib.import_module(module)
+        implementation: Any = importlib.import_module(module)
         for part in function.split("."):
             implementation = getattr(implementation, part)
-        result = implementation(**args)  # type: ignore[operator]
+        result = implementation(**args)
         self._check_outputs(op, args, result)
         return result
 

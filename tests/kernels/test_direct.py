@@ -99,7 +99,7 @@ def test_only_known_versions_without_hooks_or_scratch_launch_directly(monkeypatc
 @pytest.mark.parametrize("rows", [1, 4, 5, 16, 32, 33, 64])
 @pytest.mark.parametrize("dim", [64, 128, 256, 512])
 def test_merges_that_fit_into_a_program(rows: int, dim: int) -> None:
-    from hal.kernels.decode_hopper import merge_shape
+    from hal.kernels.decode_hopper_merge import merge_shape
 
     padded = 1 << (rows - 1).bit_length()
     held = max(padded, 4) * max(128, dim)
