@@ -12,7 +12,7 @@ from hal.kernels.decode_hopper import VARYING as HOPPER_VARYING
 from hal.kernels.decode_hopper import decode_hopper_kernel
 from hal.kernels.decode_hopper_merge import merge_shape
 from hal.kernels.decode_kernel import VARYING, decode_kernel
-from hal.kernels.decode_reduce import REDUCE_BLOCK, depth_kernel, reduce_kernel
+from hal.kernels.decode_reduce import depth_kernel, reduce_kernel, reduce_shape
 from hal.kernels.flash_decode import split_dim
 from hal.kernels.tuning import INVARIANT_CHUNK, STEP, decode_config, packed_rows
 
@@ -146,7 +146,13 @@ def _hopper(call: _Call) -> CompileCase:
         "MERGE_ROWS": merge_rows,
         "MERGE_BATCH": merge_batch,
     }
-    constants |= {"COPY_WARPS": config.copy_warps, "COPY_REGISTERS": config.copy_registers, "PDL": True, "num_warps": config.warps}
+    constants |= {
+        "COPY_WARPS": config.copy_warps,
+        "COPY_REGISTERS": config.copy_registers,
+        "WIDE": config.wide,
+        "PDL": True,
+        "num_warps": config.warps,
+    }
     types = call.types(HOPPER_VARYING) | {"counter_ptr": "*i32:16"}
     return CompileCase(
         f"hopper/{call.name}", decode_hopper_kernel, types, constants, config.warps, registers=config.registers,
@@ -174,7 +180,7 @@ def _hopper_calls() -> list[_Call]:
     for dim, kv, rows in product((64, 128, 192, 256), (None, _E4M3), (16, 32, 64)):
         if packed_rows("hopper", rows, dim) == rows:
             calls.append(_Call(dims=(dim, dim), kv=kv, rows=rows, main_path=rows == 16 and kv is None and dim != 192))
-    calls += [_Call(dims=(576, 512), rows=rows, latent=True, main_path=rows == 16, group=16) for rows in (16, 32)]
+    calls += [_Call(dims=(576, 512), rows=rows, latent=True, main_path=rows != 32, group=rows) for rows in (16, 32, 64)]
     calls += [_Call(_FP16)] + [_Call(dtype, kv=kv, features=_SCALES) for dtype in (_FP16, _BF16) for kv in _QUANTISED]
     plain = _Call()
     calls += [replace(plain, features=frozenset(some)) for some in (_EVERYTHING, {"lse_ptr"}, {"window"})]
@@ -191,7 +197,8 @@ def _reduce(dtype: torch.dtype, dim_v: int, rows: int, everything: bool, invaria
     types |= {"stride_ot": "i32:16", "stride_oh": "i32:16"}
     optional = {name: _OPTIONAL[name] for name in ("lse_ptr", "cu_ptr", "sinks_ptr", "v_scale_ptr")}
     width = 1 << (dim_v - 1).bit_length()
-    constants: dict[str, object] = {"DV": dim_v, "DV_PAD": width, "PARTS": REDUCE_BLOCK // width, "G": 4, "BLOCK_M": rows}
+    _, together, parts = reduce_shape(rows, rows, dim_v, 1, invariant=invariant)
+    constants: dict[str, object] = {"DV": dim_v, "DV_PAD": width, "ROWS": together, "PARTS": parts, "G": 4, "BLOCK_M": rows}
     constants |= {"TOKEN_ROWS": rows if invariant else 4, "INVARIANT": invariant, "V_TOKEN_SCALE": False}
     if everything:
         types |= optional
@@ -218,5 +225,5 @@ def compile_cases() -> list[CompileCase]:
     """The main kernel for all targets, that for Hopper, and the small ones beside them."""
     cases = [case for call in _portable_calls() for case in _portable(call)] + [_hopper(call) for call in _hopper_calls()]
     cases += [case for dtype in _FLOATS for everything in (False, True) for case in _reduce(dtype, 128, 16, everything)]
-    cases += _reduce(_BF16, 512, 32, False) + _reduce(_BF16, 128, 16, False, invariant=True)
+    cases += _reduce(_BF16, 512, 64, False) + _reduce(_BF16, 256, 32, False) + _reduce(_BF16, 128, 16, False, invariant=True)
     return cases + _depth(False) + _depth(True)

@@ -31,15 +31,16 @@ from hal.kernels.decode_hopper_tiles import (
     copy_keys,
     copy_layout,
     key_layout,
+    key_offsets,
     load_queries,
-    offsets_in_page,
     operand_layout,
+    soft_cap,
     staging_layout,
     store_rows,
     store_terms,
-    wide_product,
 )
 from hal.kernels.decode_hopper_walk import TILE, load_page_ids, next_segment, piece_at, readable_keys, table_row
+from hal.kernels.decode_hopper_wide import consume_wide
 from hal.kernels.decode_partition import HEADER, RECORD
 from hal.kernels.numerics import LOG2E
 
@@ -63,17 +64,6 @@ def hopper_dims(head_dim: int, head_dim_v: int, kv_bytes: int, *, v_in_k: bool) 
         v_in_k: values are the leading elements of the keys.
     """
     return min(head_dim, head_dim_v) >= 64 and (max(head_dim, head_dim_v) <= 256 or (v_in_k and kv_bytes == 2))
-
-
-@gluon.jit
-def _tanh(x):
-    """Hyperbolic tangent that cannot overflow; see `numerics.apply_tanh`."""
-    size = gl.abs(x)
-    decay = gl.exp2(size * (-2.0 * _LOG2E))
-    square = x * x
-    small = size * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 + square * (-17.0 / 315.0 + square * (62.0 / 2835.0)))))
-    result = gl.where(size < 0.25, small, (1.0 - decay) / (1.0 + decay))
-    return gl.where(x < 0.0, -result, result)
 
 
 @gluon.jit
@@ -105,18 +95,16 @@ def _produce(
             page = next_page
             next_page = load_page_ids(table, at + 1, room, P, KEY)
             ok = readable_keys(page, at, first, last, pages, KEY)
-            k_keys = k_base + offsets_in_page(at, stride_kt, P, KEY)
-            k_rows = wide_product(page, stride_kp)
             mbarrier.wait(empty.index(slot), phase)
-            copy_keys(k0_ring, slot, k_keys, k_rows, ok, D, 0, D0, COPY)
+            k_rows = key_offsets(page, at, stride_kp, stride_kt, P, KEY)
+            copy_keys(k0_ring, slot, k_base, k_rows, ok, D, 0, D0, COPY)
             if D1 > 0:
-                copy_keys(k1_ring, slot, k_keys, k_rows, ok, D, D0, D1, COPY)
+                copy_keys(k1_ring, slot, k_base, k_rows, ok, D, D0, D1, COPY)
             if not V_IN_K:
-                v_keys = v_base + offsets_in_page(at, stride_vt, P, KEY)
-                v_rows = wide_product(page, stride_vp)
-                copy_keys(v0_ring, slot, v_keys, v_rows, ok, DV, 0, DV0, COPY)
+                v_rows = key_offsets(page, at, stride_vp, stride_vt, P, KEY)
+                copy_keys(v0_ring, slot, v_base, v_rows, ok, DV, 0, DV0, COPY)
                 if DV1 > 0:
-                    copy_keys(v1_ring, slot, v_keys, v_rows, ok, DV, DV0, DV1, COPY)
+                    copy_keys(v1_ring, slot, v_base, v_rows, ok, DV, DV0, DV1, COPY)
             async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
             slot += 1
             if slot == STAGES:
@@ -239,7 +227,7 @@ def _consume(
             if RESCALE:
                 scores = scores * row_scale[None, :]
             if softcap is not None:
-                scores = softcap * _tanh(scores * score_scale / softcap) * _LOG2E
+                scores = soft_cap(scores * score_scale, softcap) * _LOG2E
             else:
                 scores = scores * (score_scale * _LOG2E)
             if slopes_ptr is not None:
@@ -322,7 +310,7 @@ def decode_hopper_kernel(
     D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, DV: gl.constexpr, DV0: gl.constexpr, DV1: gl.constexpr,
     G: gl.constexpr, TOKEN_ROWS: gl.constexpr, P: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, V_IN_K: gl.constexpr,
     MERGE_ROWS: gl.constexpr, MERGE_BATCH: gl.constexpr, COPY_WARPS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
-    PDL: gl.constexpr, num_warps: gl.constexpr,
+    WIDE: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Program i serves piece `i // Hkv` and kv head `i % Hkv`: the heads of a page are read at about the same time."""
     KV: gl.constexpr = k_ptr.dtype.element_ty
@@ -386,7 +374,7 @@ def decode_hopper_kernel(
     gl.warp_specialize(
         [
             (
-                _consume,
+                consume_wide if WIDE else _consume,
                 (
                     q_ptr, out_ptr, lse_ptr, part_ptr, counter_ptr, tables_ptr, seq_lens_ptr, cu_ptr, slopes_ptr, sinks_ptr, steps_ptr,
                     sequence, row_tile, step, left, share, long_steps, short, long, piece, pieces, kv_head, score_scale, value_scale, softcap, window,

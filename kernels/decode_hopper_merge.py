@@ -26,7 +26,7 @@ def merge_shape(rows: int, head_dim_v: int, registers: int) -> tuple[int, int]:
     """
     rows = 1 << (rows - 1).bit_length()
     size = max(rows, 4) * max(128, 1 << (head_dim_v - 1).bit_length())  # what 4 warps hold of one partial
-    return (rows, registers * 128 // size) if size <= 4096 else (0, 0)
+    return (rows, registers * 128 // size) if size <= registers * 128 else (0, 0)
 
 
 @gluon.jit
@@ -99,7 +99,7 @@ def merge_partials(
     In groups of neighbouring partials, then the groups, so that a unit of hundreds is not merged by one program
     alone. Whoever completes a count puts it back to zero. The order of arithmetic does not depend on who that is.
     """
-    GROUP: gl.constexpr = 2 * BATCH
+    GROUP: gl.constexpr = 2 * BATCH if BATCH > 4 else 8
     WIDTH: gl.constexpr = 1 << (DV - 1).bit_length()
     OUT: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([BATCH, 1, 4], [1, 1, 32], [1, WARPS, 1], [2, 1, 0]))
     ROW: gl.constexpr = gl.SliceLayout(1, OUT)

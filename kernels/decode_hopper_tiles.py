@@ -8,12 +8,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from hal.kernels.decode_hopper_walk import TILE
+from hal.kernels.numerics import LOG2E
 
 __all__ = [
-    "convert_tile", "copy_keys", "copy_layout", "key_layout", "load_queries", "offsets_in_page", "operand_layout", "staging_layout", "store_rows",
-    "store_terms", "wide_product",
+    "convert_tile", "copy_keys", "copy_layout", "key_layout", "key_offsets", "load_queries", "operand_layout", "soft_cap", "staging_layout", "store_rows",
+    "store_terms", "store_wide_rows",
 ]  # fmt: skip
 
+_LOG2E = gl.constexpr(LOG2E)
 # Renamed between Triton 3.6 and 3.9.
 _start_copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
@@ -45,24 +47,27 @@ def key_layout(width, element_bytes, whole):
 
 
 @gluon.jit
-def wide_product(page, stride):
-    """64-bit product; one instruction for 32-bit factors, whatever the compiler has hoisted."""
+def _wide_product_sum(factor, stride, addend):
+    """64-bit `factor * stride + addend`; one instruction for 32-bit factors, which the compiler can neither hoist nor keep in pieces."""
     if stride.dtype == gl.int32:
-        product = gl.inline_asm_elementwise("mul.wide.s32 $0, $1, $2;", "=l,r,r", [page, stride], dtype=gl.int64, is_pure=True, pack=1)
+        result = gl.inline_asm_elementwise("mad.wide.s32 $0, $1, $2, $3;", "=l,r,r,l", [factor, stride, addend], dtype=gl.int64, is_pure=True, pack=1)
     else:
-        product = page.to(gl.int64) * stride
-    return gl.multiple_of(product, [16])
+        result = factor.to(gl.int64) * stride + addend
+    return gl.multiple_of(result, [16])  # here: a mark on the result of a call is lost
 
 
 @gluon.jit
-def offsets_in_page(tile, stride, P: gl.constexpr, LAYOUT: gl.constexpr):
-    """Offsets of the keys of a tile inside their pages; the same for every tile where pages divide tiles."""
+def key_offsets(page, tile, stride_p, stride_t, P: gl.constexpr, LAYOUT: gl.constexpr):
+    """Offsets of the keys of a tile in the cache, given the page of each: all that lives on from tile to tile is those."""
+    key = gl.arange(0, TILE, LAYOUT)
     if TILE % P == 0:
-        return (gl.arange(0, TILE, LAYOUT) % P).to(gl.int64) * stride
+        key = key % P
     elif P % TILE == 0:
-        return gl.arange(0, TILE, LAYOUT).to(gl.int64) * stride + (tile % (P // TILE) * TILE).to(gl.int64) * stride
+        key = key + tile % (P // TILE) * TILE
     else:
-        return ((tile * TILE + gl.arange(0, TILE, LAYOUT)).to(gl.uint32) % P).to(gl.int64) * stride
+        key = ((tile * TILE + key).to(gl.uint32) % P).to(gl.int32)
+    inside = _wide_product_sum(key, stride_t, gl.zeros([TILE], gl.int64, LAYOUT))
+    return _wide_product_sum(page, stride_p, inside)
 
 
 @gluon.jit
@@ -72,7 +77,7 @@ def copy_keys(smem, slot, base, rows, ok, D: gl.constexpr, BEGIN: gl.constexpr, 
     mask = ok[:, None]
     if BEGIN + WIDTH > D:
         mask = mask & (column < D)[None, :]
-    _start_copy(smem.index(slot), (base[:, None] + column[None, :]) + rows[:, None], mask=mask)
+    _start_copy(smem.index(slot), (base + column)[None, :] + rows[:, None], mask=mask)
 
 
 @gluon.jit
@@ -118,3 +123,27 @@ def store_rows(base, rows, row_ok, values, D: gl.constexpr, BEGIN: gl.constexpr,
     if BEGIN + WIDTH > D:
         mask = mask & (column < D)[:, None]
     gl.store(base + rows[None, :] + column[:, None], values.to(base.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def store_wide_rows(base, rows, row_ok, values, factor, D: gl.constexpr, BEGIN: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
+    """Write `values * factor` (rows, WIDTH) to columns from BEGIN on of the rows at `base + rows`, straight from the accumulator's layout."""
+    column = BEGIN + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    mask = gl.convert_layout(row_ok, ROW)[:, None]
+    if BEGIN + WIDTH > D:
+        mask = mask & (column < D)[None, :]
+    values = values * gl.convert_layout(factor, ROW)[:, None]
+    gl.store(base + gl.convert_layout(rows, ROW)[:, None] + column[None, :], values.to(base.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def soft_cap(x, cap):
+    """`cap * tanh(x / cap)`, which cannot overflow; see `numerics.apply_tanh`."""
+    x = x / cap
+    size = gl.abs(x)
+    decay = gl.exp2(size * (-2.0 * _LOG2E))
+    square = x * x
+    small = size * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 + square * (-17.0 / 315.0 + square * (62.0 / 2835.0)))))
+    result = gl.where(size < 0.25, small, (1.0 - decay) / (1.0 + decay))
+    return cap * gl.where(x < 0.0, -result, result)

@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs
 """The two small kernels beside the main one of `flash_decode`: the merge of cut units, and the depths of a draft tree.
 
-Many partials of a row are merged at a time: with one sequence the partials are many and the rows few. Bases are added to
+Many partials of a row are merged at a time where rows are few, and several rows where they are many. Bases are added to
 the scalar pointer and never to the two-dimensional offsets: Triton 3.5.0 to 3.6.0 miscompile that.
 """
 
@@ -14,14 +14,31 @@ from hal.kernels.decode_partition import HEADER, RECORD
 from hal.kernels.launch import pdl_begin, pdl_release, pdl_wait
 from hal.kernels.numerics import finish, merge_weights, normalise
 
-__all__ = ["REDUCE_BLOCK", "REDUCE_PROGRAMS", "depth_kernel", "reduce_kernel"]
+__all__ = ["depth_kernel", "reduce_kernel", "reduce_shape"]
 
 #: Elements of one block of the reduction: whole rows of as many partials as fit.
-REDUCE_BLOCK = 4096
-#: Programs that the reduction is spread over; most find nothing to do.
-REDUCE_PROGRAMS = 2112
+_BLOCK = 4096
+#: Programs that the reduction of units of few rows is spread over; most find nothing to do.
+_PROGRAMS = 2112
 _ROWS = tl.constexpr(16)
 _COLUMNS = tl.constexpr(32)
+
+
+def reduce_shape(rows: int, block_m: int, head_dim_v: int, boundaries: int, *, invariant: bool) -> tuple[int, int, int]:
+    """(slices, rows at a time, partials at a time) of the merge.
+
+    Args:
+        rows: of a unit that may hold a query.
+        block_m: rows of a unit, padded.
+        head_dim_v: Dv.
+        boundaries: of pieces, over all kv heads.
+        invariant: batch-invariant call, whose partials are merged one after the other.
+    """
+    fit = max(1, _BLOCK >> (head_dim_v - 1).bit_length())
+    if invariant or block_m <= 16:
+        return max(1, min(rows, _PROGRAMS // boundaries)), 1, fit
+    together = max(1, fit // 4)
+    return -(-rows // together), together, fit // together
 
 
 @triton.jit(do_not_specialize=["tokens", "sequences", "q_len", "pieces", "slots", "num_kv_heads", "rows", "slices"])
@@ -30,11 +47,11 @@ def reduce_kernel(
     tokens, sequences, q_len, pieces, slots, num_kv_heads, rows, slices,
     stride_ot, stride_oh, stride_lt, stride_vsh,
     DV: tl.constexpr, DV_PAD: tl.constexpr, G: tl.constexpr, TOKEN_ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
-    INVARIANT: tl.constexpr, PARTS: tl.constexpr, V_TOKEN_SCALE: tl.constexpr, PDL: tl.constexpr,
+    INVARIANT: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, V_TOKEN_SCALE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partials of the unit that the begin of a piece cuts first, one row at a time.
+    """Merge the partials of the unit that the begin of a piece cuts first, ROWS rows at a time.
 
-    Program ids run over (piece 1.., kv head, slice); a slice takes every `slices`-th row of the unit. Programs without
+    Program ids run over (piece 1.., kv head, slice); a slice takes every `slices`-th block of rows of the unit. Programs without
     such a unit return at once, before the main kernel is done: the plan was complete before that began, and program 0
     waits for it in their place.
     """
@@ -75,47 +92,53 @@ def reduce_kernel(
     stride_part = num_kv_heads.to(tl.int64) * (BLOCK_M * DV)
     stride_lse = num_kv_heads.to(tl.int64) * BLOCK_M
 
-    for part_row in range(first_row, rows, slices):
+    d = tl.arange(0, DV_PAD)
+    for begin_row in range(first_row * ROWS, rows, slices * ROWS):
+        part_row = begin_row + tl.arange(0, ROWS)
         row = row_tile * BLOCK_M + part_row
-        if (row < queries * TOKEN_ROWS) & (row % TOKEN_ROWS < G):
-            d = tl.arange(0, DV_PAD)
-            outs = part_ptr + kv_head * (BLOCK_M * DV) + part_row * DV
-            lses = part_ptr + slots.to(tl.int64) * stride_part + kv_head * BLOCK_M + part_row
-            peak = tl.full((), float("-inf"), tl.float32)
-            total = tl.zeros((), tl.float32)
-            acc = tl.zeros((DV_PAD,), tl.float32)
-            if INVARIANT:
-                # In order, as a unit that is not cut merges its chunks.
-                slot = (piece * share - step).to(tl.int64)
-                for _ in range(0, steps):
-                    values = tl.load(outs + slot * stride_part + d, mask=d < DV, other=0.0)
-                    peak, old, new = merge_weights(peak, tl.load(lses + slot * stride_lse))
-                    total = total * old + new
-                    acc = acc * old + values * new
-                    slot += 1
-            else:
-                for begin in range(0, parts, PARTS):
-                    part = begin + tl.arange(0, PARTS)
-                    # Part 0 is what the piece before left unfinished, the others are what each piece begins with.
-                    slot = (2 * (piece - 1 + part) + (part == 0).to(tl.int32)).to(tl.int64)
-                    part_lse = tl.load(lses + slot * stride_lse, mask=part < parts, other=float("-inf"))
-                    values = tl.load(outs + (slot * stride_part)[:, None] + d[None, :], mask=(part < parts)[:, None] & (d < DV)[None, :], other=0.0)
-                    new_peak = tl.maximum(peak, tl.max(part_lse, 0))
-                    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-                    old = tl.exp2(peak - base)
-                    weight = tl.exp2(part_lse - base)
-                    total = total * old + tl.sum(weight, 0)
-                    acc = acc * old + tl.sum(values * weight[:, None], 0)
-                    peak = new_peak
-            divisor, lse = normalise(peak, total)
-            acc = tl.div_rn(acc, tl.zeros_like(acc) + divisor)
-            head = kv_head * G + row % TOKEN_ROWS
-            token = (row_start + row // TOKEN_ROWS).to(tl.int64)
-            factor, result = finish(lse, sinks_ptr, head, True)
-            factor *= value_scale
-            tl.store(out_ptr + token * stride_ot + head * stride_oh + d, (acc * factor).to(out_ptr.dtype.element_ty), mask=d < DV)
-            if lse_ptr is not None:
-                tl.store(lse_ptr + token * stride_lt + head, result)
+        ok = (part_row < rows) & (row < queries * TOKEN_ROWS) & (row % TOKEN_ROWS < G)
+        inside = part_row[:, None] * DV + d[None, :]
+        mask = ok[:, None] & (d < DV)[None, :]
+        outs = part_ptr + kv_head * (BLOCK_M * DV)
+        lses = part_ptr + slots.to(tl.int64) * stride_part + kv_head * BLOCK_M
+        peak = tl.full((ROWS,), float("-inf"), tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        acc = tl.zeros((ROWS, DV_PAD), tl.float32)
+        if INVARIANT:
+            # In order, as a unit that is not cut merges its chunks.
+            slot = (piece * share - step).to(tl.int64)
+            for _ in range(0, steps):
+                values = tl.load(outs + slot * stride_part + inside, mask=mask, other=0.0)
+                part_lse = tl.load(lses + slot * stride_lse + part_row, mask=ok, other=float("-inf"))
+                peak, old, new = merge_weights(peak, part_lse)
+                total = total * old + new
+                acc = acc * old[:, None] + values * new[:, None]
+                slot += 1
+        else:
+            for begin in range(0, parts, PARTS):
+                part = begin + tl.arange(0, PARTS)
+                # Part 0 is what the piece before left unfinished, the others are what each piece begins with.
+                slot = (2 * (piece - 1 + part) + (part == 0).to(tl.int32)).to(tl.int64)
+                there = (part < parts)[:, None] & ok[None, :]
+                part_lse = tl.load(lses + (slot * stride_lse)[:, None] + part_row[None, :], mask=there, other=float("-inf"))
+                places = (slot * stride_part)[:, None, None] + inside[None, :, :]
+                values = tl.load(outs + places, mask=(part < parts)[:, None, None] & mask[None, :, :], other=0.0)
+                new_peak = tl.maximum(peak, tl.max(part_lse, 0))
+                base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+                old = tl.exp2(peak - base)
+                weight = tl.exp2(part_lse - base[None, :])
+                total = total * old + tl.sum(weight, 0)
+                acc = acc * old[:, None] + tl.sum(values * weight[:, :, None], 0)
+                peak = new_peak
+        divisor, lse = normalise(peak, total)
+        acc = tl.div_rn(acc, tl.broadcast_to(divisor[:, None], acc.shape))
+        head = kv_head * G + row % TOKEN_ROWS
+        token = (row_start + row // TOKEN_ROWS).to(tl.int64)
+        factor, result = finish(lse, sinks_ptr, head, ok)
+        targets = (token * stride_ot + head * stride_oh)[:, None] + d[None, :]
+        tl.store(out_ptr + targets, (acc * (factor * value_scale)[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+        if lse_ptr is not None:
+            tl.store(lse_ptr + token * stride_lt + head, result, mask=ok)
 
 
 @triton.jit(do_not_specialize=["tokens", "q_len", "stride_tree", "tree_cols"])

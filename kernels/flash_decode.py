@@ -17,7 +17,7 @@ from hal.kernels.decode_hopper import decode_hopper_kernel, hopper_dims
 from hal.kernels.decode_hopper_merge import merge_shape
 from hal.kernels.decode_kernel import decode_kernel
 from hal.kernels.decode_partition import Partition, PlanBuffer, partition_of, unit_rows, write_plan
-from hal.kernels.decode_reduce import REDUCE_BLOCK, REDUCE_PROGRAMS, depth_kernel, reduce_kernel
+from hal.kernels.decode_reduce import depth_kernel, reduce_kernel, reduce_shape
 from hal.kernels.decode_repeat import REPEATS, form_of, remember
 from hal.kernels.launch import pdl_options
 from hal.kernels.layouts import copied_in_16_bytes, head_dims, key_strides, page_size_of, scale_arguments, split_of, value_strides
@@ -222,7 +222,7 @@ def flash_decode(
                 out_strides[0], out_strides[1], lse_stride, block_tables.stride(0), k_strides[2], v_strides[2],
                 head_dim, d0, max(d1, 32) if d1 else 0, head_dim_v, dv0, max(dv1, 64) if dv1 else 0,
                 group, partition.token_rows, page_size, partition.block_m, config.stages, v_in_k, *merge,
-                config.copy_warps, config.copy_registers, pdl,
+                config.copy_warps, config.copy_registers, config.wide, pdl,
             )  # fmt: skip
             compiled = decode_hopper_kernel[grid](
                 *arguments, num_warps=config.warps, maxnreg=config.registers, enable_fp_fusion=True, **pdl_options(pdl)
@@ -247,12 +247,13 @@ def flash_decode(
         if partition.splits and not merge[0]:
             width = 1 << (head_dim_v - 1).bit_length()
             boundaries = (partition.pieces - 1) * num_kv_heads
-            slices = max(1, min(rows, REDUCE_PROGRAMS // boundaries))
+            slices, together, parts_together = reduce_shape(rows, partition.block_m, head_dim_v, boundaries, invariant=batch_invariant)
             reduce_kernel[(boundaries * slices,)](
                 out, lse, parts, words, cu_seqlens_q, sinks, v_tensor, v_factor,
                 tokens, sequences, q_len, partition.pieces, partition.slots, num_kv_heads, rows, slices,
                 out_strides[0], out_strides[1], lse_stride, v_strides[2],
-                head_dim_v, width, group, partition.token_rows, partition.block_m, batch_invariant, REDUCE_BLOCK // width, v_per_token, pdl,
+                head_dim_v, width, group, partition.token_rows, partition.block_m, batch_invariant,
+                together, parts_together, v_per_token, pdl,
                 num_warps=4, num_stages=1, enable_fp_fusion=fusion, **pdl_options(pdl),
             )  # fmt: skip
 

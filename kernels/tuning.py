@@ -44,6 +44,7 @@ class DecodeConfig:
         copy_registers: registers of a thread of those.
         merge_registers: registers of a thread that hold partials while a cut unit is merged (Hopper kernel).
         short_pieces: whether much work ends in short pieces (Hopper kernel).
+        wide: whether rows are the wide side of the matrix products (Hopper kernel, units of 64 rows).
     """
 
     tile: int
@@ -54,6 +55,7 @@ class DecodeConfig:
     copy_registers: int = 88
     merge_registers: int = 64
     short_pieces: bool = False
+    wide: bool = False
 
     @property
     def registers(self) -> int:
@@ -70,12 +72,13 @@ _DECODE: dict[tuple[str, int, int, int], DecodeConfig] = {
     ("hopper", 128, 1, 64): DecodeConfig(64, 4, 4, 1, copy_registers=120),
     ("hopper", 128, 2, 16): DecodeConfig(64, 4, 3, 2, copy_registers=80, short_pieces=True),
     ("hopper", 128, 2, 32): DecodeConfig(64, 4, 6, 1, copy_registers=120),
-    ("hopper", 128, 2, 64): DecodeConfig(64, 4, 5, 1, copy_registers=120),
+    ("hopper", 128, 2, 64): DecodeConfig(64, 4, 4, 1, copy_registers=120, wide=True),
     ("hopper", 192, 1, 64): DecodeConfig(64, 4, 4, 1, copy_registers=120),
     ("hopper", 192, 2, 64): DecodeConfig(64, 4, 3, 1, copy_registers=120),
     ("hopper", 256, 1, 64): DecodeConfig(64, 4, 2, 1, copy_registers=120, merge_registers=32),
     ("hopper", 256, 2, 64): DecodeConfig(64, 4, 3, 1, copy_warps=8, merge_registers=32),
-    ("hopper", 576, 2, 64): DecodeConfig(64, 4, 2, 1, copy_registers=168),
+    ("hopper", 576, 2, 32): DecodeConfig(64, 4, 2, 1, copy_registers=168, merge_registers=32),
+    ("hopper", 576, 2, 64): DecodeConfig(64, 8, 2, 1, copy_registers=88, merge_registers=32, wide=True),
     ("portable", 64, 1, 64): DecodeConfig(64, 4, 3, 2),
     ("portable", 64, 2, 64): DecodeConfig(64, 4, 3, 2),
     ("portable", 64, 4, 64): DecodeConfig(32, 8, 2, 2),
@@ -137,7 +140,7 @@ def decode_config(kernel: str, head_dim: int, head_dim_v: int, kv_bytes: int, co
 
 
 #: (kernel, widest head dim, most rows of a unit): what the registers hold of the accumulator.
-_MOST_ROWS = (("hopper", 128, 64), ("hopper", 576, 32), ("portable", 128, 64), ("portable", 256, 32), ("portable", 576, 16))
+_MOST_ROWS = (("hopper", 128, 64), ("hopper", 256, 32), ("hopper", 576, 64), ("portable", 128, 64), ("portable", 256, 32), ("portable", 576, 16))
 
 
 def packed_rows(kernel: str, rows: int, head_dim: int) -> int:

@@ -98,9 +98,10 @@ def test_only_known_versions_without_hooks_or_scratch_launch_directly(monkeypatc
 
 @pytest.mark.parametrize("rows", [1, 4, 5, 16, 32, 33, 64])
 @pytest.mark.parametrize("dim", [64, 128, 256, 512])
-def test_merges_that_fit_into_a_program(rows: int, dim: int) -> None:
+@pytest.mark.parametrize("registers", [16, 32, 64])
+def test_merges_that_fit_into_a_program(rows: int, dim: int, registers: int) -> None:
     from hal.kernels.decode_hopper_merge import merge_shape
 
     padded = 1 << (rows - 1).bit_length()
     held = max(padded, 4) * max(128, dim)
-    assert merge_shape(rows, dim, 64) == ((padded, 64 * 128 // held) if held <= 4096 else (0, 0))
+    assert merge_shape(rows, dim, registers) == ((padded, registers * 128 // held) if held <= registers * 128 else (0, 0))
