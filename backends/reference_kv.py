@@ -35,6 +35,7 @@ def write_kv(
     """Write new keys and values into a paged cache, in place; the contract is `hal.ops.kv_cache.WriteKV`.
 
     An int8 value lies in -128..127; a scale per token is `amax / 127` for int8, NaN left out of the maximum.
+    Of rows that share a slot only the last is written: torch copies with several threads, which could mix two of them.
     Extra memory: the rows written, in fp32.
     """
     if kv_layout == "NHD" and _write_plain(key, value, k_cache, v_cache, slot_mapping):
@@ -43,9 +44,8 @@ def write_kv(
     limit = k_cache.shape[0] * k_cache.permute(k_order).shape[1]
     if not (slot_mapping.shape[0] and limit):
         return
-    token_scales = any(isinstance(s, Tensor) and s.dim() > 1 for s in (k_scale, v_scale))
     select = _select_on_host if on_host(key) else _select_on_device
-    chosen = select(slot_mapping, limit, token_scales)
+    chosen = select(slot_mapping, limit)
     if not chosen.slots.shape[0]:
         return
     for new, cache, order, scale in ((key, k_cache, k_order, k_scale), (value, v_cache, v_order, v_scale)):
@@ -69,7 +69,7 @@ def _write_plain(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, s
         return False
     slots = slot_mapping.tolist()
     pages, page_size, heads, head_dim = k_cache.shape
-    if not rows or min(slots) < 0 or max(slots) >= pages * page_size:
+    if not rows or min(slots) < 0 or max(slots) >= pages * page_size or len(set(slots)) < rows:
         return False
     slots_64 = slot_mapping.long()
     k_cache.view(-1, heads, head_dim).index_copy_(0, slots_64, key)
@@ -92,28 +92,25 @@ class _Chosen:
     any: Tensor | None = None
 
 
-def _select_on_host(slot_mapping: Tensor, limit: int, distinct: bool) -> _Chosen:
-    """Drop slots outside the cache and, with `distinct`, all but the last row of a slot."""
+def _select_on_host(slot_mapping: Tensor, limit: int) -> _Chosen:
+    """Drop slots outside the cache, and all but the last row of each slot."""
     slots = slot_mapping.tolist()
-    if min(slots) >= 0 and max(slots) < limit and not (distinct and len(set(slots)) < len(slots)):
+    if min(slots) >= 0 and max(slots) < limit and len(set(slots)) == len(slots):
         return _Chosen(slot_mapping.long())
-    kept = [(slot, row) for row, slot in enumerate(slots) if 0 <= slot < limit]
-    if distinct:
-        kept = list(dict(kept).items())
-    return _Chosen(torch.tensor([slot for slot, _ in kept], dtype=torch.int64), torch.tensor([row for _, row in kept], dtype=torch.int64))
+    kept = {slot: row for row, slot in enumerate(slots) if 0 <= slot < limit}
+    return _Chosen(torch.tensor(list(kept), dtype=torch.int64), torch.tensor(list(kept.values()), dtype=torch.int64))
 
 
-def _select_on_device(slot_mapping: Tensor, limit: int, distinct: bool) -> _Chosen:
+def _select_on_device(slot_mapping: Tensor, limit: int) -> _Chosen:
     """Do the same without reading a value: a row that must not be written repeats the write of one that is."""
     slots = slot_mapping.long()
     valid = (slots >= 0) & (slots < limit)
-    rows = torch.arange(slots.shape[0], device=slots.device).where(valid, valid.int().argmax())
+    rows = torch.arange(slots.shape[0], device=slots.device)
+    rows = rows.where(valid, (rows * valid).amax())  # the last valid row, which is also the last of its slot
     slots = slots.index_select(0, rows)
-    if distinct:
-        ordered, order = slots.sort(stable=True)
-        last = order[torch.searchsorted(ordered, slots, right=True) - 1]
-        rows = rows.index_select(0, last)
-    return _Chosen(slots.masked_fill(~valid.any(), 0), rows, valid.any())
+    ordered, order = slots.sort(stable=True)
+    last = order[torch.searchsorted(ordered, slots, right=True) - 1]
+    return _Chosen(slots.masked_fill(~valid.any(), 0), rows.index_select(0, last), valid.any())
 
 
 def _store(cache: Tensor, chosen: _Chosen, new: Tensor) -> None:

@@ -17,6 +17,7 @@ from hal.conformance.cases import DTYPES, Attention
 from hal.conformance.compare import assert_same_bits
 from hal.conformance.inputs import build_decode, build_prefill
 from hal.conformance.outcomes import NotRun
+from hal.conformance.shared_slots import KINDS, SharedSlots
 from hal.conformance.subject import Subject
 from hal.conformance.test_decode import plan_facts
 from hal.conformance.test_merge import states
@@ -181,6 +182,27 @@ def test_write_graph(hal_subject: Subject, kv: str) -> None:
             kept = [i for i, s in enumerate(slots) if s >= 0]
             put(expected[f"{which}_cache"], "NHD", which, torch.tensor([slots[i] for i in kept], device=device), args[name][kept].to(dtype))
             assert_same_bits(f"{which}_cache after replay", args[f"{which}_cache"], expected[f"{which}_cache"])
+
+
+@WRITE
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [300, 5000])
+def test_write_graph_of_shared_slots(hal_subject: Subject, count: int, kind: str) -> None:
+    """Whatever decides between rows of one slot, a replay with other slots decides anew."""
+    call, generator = SharedSlots.build(kind, count, "NHD", torch.int64, hal_subject.device), hal_subject.generator()
+    call.name_slots(generator)
+    graph = capture(hal_subject, "write_kv", call.args)
+    call.check()  # of the eager call
+    if graph is None:
+        return
+    for _ in range(10):
+        call.name_slots(generator)
+        graph.replay()
+        call.check()
+    call.args["slot_mapping"].fill_(13)
+    call.blank()
+    graph.replay()
+    call.check()
 
 
 @DECODE

@@ -15,6 +15,7 @@ from hal.conformance.caches import STORAGES, CachePair, make_caches, poison_valu
 from hal.conformance.cases import DTYPES
 from hal.conformance.compare import assert_same_bits
 from hal.conformance.quantised import QMAX, decode_codes, nearest_codes, rounding_error
+from hal.conformance.shared_slots import KINDS, SharedSlots
 from hal.conformance.subject import Subject
 from hal.ops.layouts import KV_LAYOUTS, CacheFacts, token_scale_shape
 
@@ -212,6 +213,17 @@ def test_duplicate_slots(hal_subject: Subject) -> None:
     """One of the rows wins, whole or per head; nothing else changes."""
     slots = [4, 11, 4, 4, 30]
     run(hal_subject, make(hal_subject, slots), slots)
+
+
+@pytest.mark.parametrize(("count", "layout", "index"), [(300, "NHD", torch.int64), (600, "HND", torch.int32)], ids=["300-NHD", "600-HND-int32"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_rows_share_few_slots(hal_subject: Subject, kind: str, count: int, layout: str, index: torch.dtype) -> None:
+    """Rows that are written at once race for their slots: one of them wins whole."""
+    call, generator = SharedSlots.build(kind, count, layout, index, hal_subject.device), hal_subject.generator()
+    for _ in range(20 if hal_subject.device.type == "cuda" else 1):
+        call.name_slots(generator)
+        hal_subject.call("write_kv", call.args)
+        call.check()
 
 
 def test_values_that_are_not_finite(hal_subject: Subject) -> None:

@@ -43,7 +43,7 @@ class WriteKV(Protocol):
             v_cache: paged values, the dtype of `k_cache`.
             slot_mapping: (N,) int32 or int64, N <= T: row t goes to slot `page * P + offset`. Rows from N on, and
                 slots below 0 or beyond the cache, are skipped. Which row wins a duplicate slot is unspecified,
-                separately for K, V and head; no other slot changes.
+                separately for K, V and head, but it wins whole: no head of a slot mixes two rows. No other slot changes.
             kv_layout: see `hal.ops.layouts`.
             k_scale: for a quantised cache, stored = x / k_scale: a float, fp32 () or (1,), or (Hkv,). Given per token
                 and head (shaped as the cache without D), the op computes `amax / qmax` of each row and writes it

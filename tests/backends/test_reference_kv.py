@@ -142,6 +142,38 @@ def test_duplicate_slots_keep_one_whole_row_with_its_scale() -> None:
     assert torch.equal(scale.flatten(0, 1).count_nonzero(dim=0), torch.ones(HEADS, dtype=torch.int64))
 
 
+@pytest.mark.parametrize("layout", KV_LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_of_rows_that_share_a_slot_the_last_is_stored(layout: str, dtype: torch.dtype) -> None:
+    slots = [7, 3, 7, -1, 7, 19, 3, 2**40, -1]
+    key = torch.arange(1.0, 10.0).view(9, 1, 1).expand(9, HEADS, D).to(torch.float32 if dtype == torch.int8 else dtype)
+    caches = make_caches(layout, dtype)
+    scale = 1.0 if dtype == torch.int8 else None
+    write_kv(key, key[..., :DV], *caches, torch.tensor(slots), kv_layout=layout, k_scale=scale, v_scale=scale)
+    for cache, is_k in zip(caches, (True, False), strict=True):
+        held = {slot: row(cache, layout, slot, is_k).contiguous().view(dtype).float().unique().tolist() for slot in (3, 7, 19)}
+        assert held == {3: [7.0], 7: [5.0], 19: [6.0]}
+
+
+@pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "sliced"])
+def test_rows_that_share_a_slot_do_not_mix_between_threads(contiguous: bool) -> None:
+    """torch cuts a copy this large into parts for its threads: 100 rows a slot, each a constant."""
+    key = torch.arange(600.0).view(-1, 1, 1).expand(-1, HEADS, 1024)
+    cache = torch.full((2, 4, HEADS, 1024 if contiguous else 1032), -1.0)[..., :1024]
+    values = cache.clone() if contiguous else torch.full_like(cache, -1.0)
+    slots = torch.arange(600) % 6
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        for _ in range(20):
+            write_kv(key, key, cache, values, slots)
+            for held in (cache.flatten(0, 1), values.flatten(0, 1)):
+                assert torch.equal(held[:, :1, 0].flatten(), torch.tensor([594.0, 595.0, 596.0, 597.0, 598.0, 599.0, -1.0, -1.0]))
+                assert torch.equal(held, held[:, :1, :1].expand_as(held))
+    finally:
+        torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize("slots", [[], [-1, -7], [PAGES * P, 2**40]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 def test_nothing_to_write(slots: list[int], dtype: torch.dtype) -> None:

@@ -118,7 +118,7 @@ def merge(sequences: int, columns: int, pages: int) -> None:
 
 def variants() -> dict[str, int]:
     """Compiled variants of each kernel so far."""
-    from hal.kernels import decode_hopper, decode_kernel, decode_partition, decode_reduce, merge_states, write_kv
+    from hal.kernels import decode_hopper, decode_kernel, decode_partition, decode_reduce, last_rows, merge_states, write_kv
 
     kernels = (
         decode_kernel.decode_kernel,
@@ -128,6 +128,7 @@ def variants() -> dict[str, int]:
         decode_reduce.depth_kernel,
         merge_states.merge_kernel,
         write_kv.write_kernel,
+        last_rows.last_row_kernel,
     )
     return {kernel.fn.__name__: len(kernel.device_caches[0][0]) for kernel in kernels}
 
@@ -146,7 +147,11 @@ CASES: dict[str, list[Callable[[], None]]] = {
     "short-variable": [partial(decode, 2, 3, 5, cu_seqlens_q=True)],
 }
 #: The same for the other ops.
-OTHERS: dict[str, list[Callable[[], None]]] = {"write": [partial(sweep, write)], "merge": [partial(sweep, merge)]}
+OTHERS: dict[str, list[Callable[[], None]]] = {
+    "write": [partial(sweep, write)],
+    "write-many": [partial(write, rows, 0, pages) for rows, pages in ((513, 1), (1024, 16), (4097, 300))],
+    "merge": [partial(sweep, merge)],
+}
 
 
 def count(cases: dict[str, list[Callable[[], None]]], prefix: str = "") -> dict[str, dict[str, int]]:

@@ -94,6 +94,22 @@ def write(device: torch.device, layout: str, kv: torch.dtype | None) -> None:
         assert not rows[1:-1].any(), "another slot was written to"
 
 
+def write_shared(device: torch.device) -> None:
+    """More rows than each program looks through, six of them for few slots, and slots outside on either side."""
+    from hal.backends.triton_ops import write_kv
+
+    pages, size, heads, dim = 3, 5, 3, 40
+    slots = torch.full((600,), -1, dtype=torch.int64)
+    slots[[0, 5, 300, 598]], slots[[7, 599]], slots[[1, 597]] = 14, 0, torch.tensor([15, 2**32])
+    new = torch.arange(1.0, 601.0).view(-1, 1, 1).expand(-1, heads, dim).contiguous().to(device)
+    k, v = (torch.zeros(pages, size, heads, dim, device=device) for _ in range(2))
+    write_kv(new, new, k, v, slots.to(device))
+    wanted = torch.zeros(pages * size)
+    wanted[14], wanted[0] = 599.0, 600.0
+    for cache in (k, v):
+        assert torch.equal(cache.cpu().flatten(0, 1), wanted.view(-1, 1, 1).expand(-1, heads, dim)), "not the last row of each slot"
+
+
 def merge(device: torch.device) -> None:
     """Both parts, one, and none empty; an empty part's output is NaN."""
     from hal.backends.triton_ops import merge_states
@@ -130,6 +146,7 @@ CASES: dict[str, Case] = {
     "many-sequences": partial(decode, lengths=[i * 7 % 23 for i in range(40)], heads=(2, 1), dims=(16, 16)),
     "write": partial(write, layout="NHD", kv=None),
     "write-int8": partial(write, layout="HND", kv=torch.int8),
+    "write-shared-slots": write_shared,
     "merge": merge,
 }
 

@@ -36,6 +36,7 @@ ADDED = {
     "short": {},
     "short-variable": {},
     "write": {"write_kernel": 1},
+    "write-many": {"write_kernel": 1, "last_row_kernel": 2},  # a pass that empties, one that fills
     "merge": {"merge_kernel": 1},
     "hopper-plain": HOPPER,
     "hopper-windows": HOPPER,

@@ -131,6 +131,128 @@ def test_of_rows_that_share_a_slot_the_last_brings_its_scale(device: torch.devic
     assert torch.equal(k[1, 2].float(), quantise(key[599], k_scale[1, 2][:, None]))
 
 
+@pytest.fixture(params=["forwards", "backwards"])
+def order(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both orders of the interpreter's programs, which run one after the other: the last store would hide those before it."""
+    if device.type != "cpu":
+        return
+    from triton.runtime.interpreter import interpreter_builder
+
+    place = interpreter_builder.set_grid_idx
+    if request.param == "backwards":
+        monkeypatch.setattr(interpreter_builder, "set_grid_idx", lambda x, y, z: place(interpreter_builder.grid_dim[0] - 1 - x, y, z))
+
+
+def last_of(slots: list[int]) -> dict[int, int]:
+    """Slot of the caches -> the last row that names it."""
+    return {slot: row for row, slot in enumerate(slots) if 0 <= slot < PAGES * SIZE}
+
+
+def assert_last_rows_are_stored(device: torch.device, slots: list[int], index: torch.dtype, layout: str = "NHD", kind: str = "plain") -> None:
+    """Write rows that each are a constant of their own; every slot holds the last of its rows whole, or nothing."""
+    from hal.backends.triton_ops import write_kv
+
+    dtype = torch.float32 if kind == "plain" else torch.int8
+    k, v = caches(layout, (32, 16), dtype, device)
+    shape = (PAGES, SIZE, HEADS) if layout == "NHD" else (PAGES, HEADS, SIZE)
+    kinds: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "given": {"k_scale": 1.0, "v_scale": torch.tensor(1.0, device=device)},
+        "token": {name: torch.zeros(shape, device=device) for name in ("k_scale", "v_scale")},
+        "mixed": {"k_scale": torch.zeros(shape, device=device), "v_scale": 1.0},
+    }
+    scales = kinds[kind]
+    constants = torch.arange(1.0, len(slots) + 1, device=device)
+    constants = constants if kind == "plain" else constants % 126 + 1.0
+    key, value = (constants.view(-1, 1, 1).expand(-1, HEADS, d).contiguous() for d in (32, 16))
+    write_kv(key, value, k, v, torch.tensor(slots, dtype=index, device=device), kv_layout=layout, **scales)
+    wanted = torch.zeros(PAGES * SIZE, device=device)
+    for slot, row in last_of(slots).items():
+        wanted[slot] = constants[row]
+    for cache, which in ((k, "k"), (v, "v")):
+        rows, scale = rows_of(cache, layout, which).float(), scales.get(f"{which}_scale")
+        if isinstance(scale, Tensor) and scale.dim() == 3:
+            flat = (scale if layout == "NHD" else scale.transpose(1, 2)).reshape(PAGES * SIZE, HEADS, 1)
+            assert torch.equal(flat, (wanted / torch.full((), 127.0, device=device)).view(-1, 1, 1).expand_as(flat))
+            assert torch.equal(rows, (127.0 * (wanted > 0)).view(-1, 1, 1).expand_as(rows))
+        else:
+            assert torch.equal(rows, wanted.view(-1, 1, 1).expand_as(rows))
+
+
+@pytest.mark.parametrize(("rows", "index"), [(512, torch.int64), (513, torch.int32), (1030, torch.int64)], ids=str)
+@pytest.mark.usefixtures("order")
+def test_of_rows_that_share_a_slot_the_last_is_stored_whole(device: torch.device, rows: int, index: torch.dtype) -> None:
+    """On both sides of the number of rows from which on a table is made, in one block of its programs and several."""
+    far = [2**31 - 1, -(2**31)] if index == torch.int32 else [2**40 + 3, -(2**40) + 3]
+    pool = [3, 14, -1, 0, 3, PAGES * SIZE, *far]
+    slots = [far[0]] * (rows - 40) + [pool[row * 5 % 8] for row in range(40)]  # the interpreter takes 10 ms for each that is not skipped
+    slots[:3], slots[rows // 2] = [7, 14, 3], 7
+    assert_last_rows_are_stored(device, slots, index)
+
+
+#: Slots of rows, with others between that must neither count nor be written to.
+SHARED = {
+    "all-one": [6] * 9,
+    "first-and-last-slot": [0, 14, 0, 14, 14, 0],
+    "outside-between": [5, -1, 5, 15, -15, 5, 16, -(2**31)],
+    "equal-in-32-bits": [3, 2**32 + 3, 3, -(2**32) + 3, 2**40 + 3, 3 - 2**63],
+    "equal-in-few-bits": [1, 5, 9, 13, 1, 9, 5, 13, 13, 1],
+    "apart": [4, 2, 9, 11, 0],
+    "none-inside": [-1, 15, 2**50, -1, -7],
+}
+
+
+@pytest.mark.parametrize("kind", ["plain", "given", "token", "mixed"])
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("scanned", [4, 512], ids=["table", "scan"])
+@pytest.mark.usefixtures("order")
+def test_shared_slots(device: torch.device, monkeypatch: pytest.MonkeyPatch, name: str, kind: str, scanned: int) -> None:
+    from hal.kernels import write_kv
+
+    monkeypatch.setattr(write_kv, "_SCANNED", scanned)
+    layout = LAYOUTS[list(SHARED).index(name) % len(LAYOUTS)]
+    assert_last_rows_are_stored(device, SHARED[name], torch.int64, layout, kind)
+
+
+@pytest.mark.parametrize("content", [2**31 - 1, 5, 0, -1, -(2**31)])
+@pytest.mark.usefixtures("order")
+def test_table_of_any_content(device: torch.device, monkeypatch: pytest.MonkeyPatch, content: int) -> None:
+    """What earlier calls left in the table does not count, and entries of slots that no row names are not touched."""
+    from hal.kernels import write_kv
+
+    table = torch.full((1024,), content, dtype=torch.int32, device=device)
+    asked = []
+
+    def work_memory(name: str, size: int, dtype: torch.dtype, where: torch.device) -> Tensor:
+        asked.append((size, dtype))
+        return table
+
+    monkeypatch.setattr("hal.kernels.last_rows.scratch", work_memory)
+    monkeypatch.setattr(write_kv, "_SCANNED", 2)
+    slots = [6, 2**32 + 1, 2, 6, -3, 15, 2, 1000]
+    assert_last_rows_are_stored(device, slots, torch.int64)
+    assert asked == [(PAGES * SIZE, torch.int32)]
+    wanted = torch.full_like(table, content)
+    wanted[torch.tensor([2, 6])] = torch.tensor([6, 3], dtype=torch.int32, device=device)
+    assert torch.equal(table, wanted)
+
+
+def test_few_rows_take_one_launch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hal.backends.triton_ops import write_kv
+    from hal.kernels import write_kv as module
+
+    made = []
+    monkeypatch.setattr(module, "last_rows", lambda slots, *args, **options: made.append(slots.shape[0]))
+    for rows in (1, 512, 513):
+        k, v = caches("NHD", (16, 16), torch.float32, device)
+        key = torch.ones(rows, HEADS, 16, device=device)
+        slots = torch.full((rows,), -1, device=device)
+        slots[0] = 3
+        write_kv(key, key, k, v, slots)
+        assert int(k.count_nonzero()) == int(v.count_nonzero()) == HEADS * 16
+    assert made == [513]
+
+
 def test_fp8_saturates_and_keeps_nan(device: torch.device) -> None:
     from hal.backends.triton_ops import write_kv
 
