@@ -125,7 +125,7 @@ def _portable(call: _Call) -> list[CompileCase]:
     refused, unserved = refusals(call.cache)
     return [
         CompileCase(
-            f"decode/{call.name}", decode_kernel, types, constants | {"TILE": config.tile, "PDL": pdl}, config.warps, config.stages,
+            f"decode/{call.name}", decode_kernel, types, constants | {"TILE": config.tile, "PDL": pdl}, config.warps, 1 if call.split_layout else config.stages,
             fp_fusion=not call.invariant, refused=refused, unserved=unserved, no_spills=call.main_path, targets=targets,
         )
         for pdl, targets in _EVERYWHERE

@@ -27,13 +27,18 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hal.kernels.decode_hopper_merge import apply_sinks, barrier, merge_partials
 from hal.kernels.decode_hopper_tiles import (
+    GROWTH,
+    any_grown,
     convert_tile,
     copy_keys,
     copy_layout,
+    copy_page_ids,
     key_layout,
     key_offsets,
     load_queries,
     operand_layout,
+    seen_layout,
+    spread_layout,
     soft_cap,
     staging_layout,
     store_rows,
@@ -70,7 +75,7 @@ def hopper_dims(head_dim: int, head_dim_v: int, kv_bytes: int, *, v_in_k: bool) 
 def _produce(
     k_base, v_base, tables_ptr, seq_lens_ptr, cu_ptr, steps_ptr, sequence, row_tile, step, left,
     window, tokens, sequences, q_len, pages, max_keys, stride_kp, stride_kt, stride_vp, stride_vt, stride_bt,
-    k0_ring, k1_ring, v0_ring, v1_ring, full, empty,
+    k0_ring, k1_ring, v0_ring, v1_ring, page_ring, full, empty,
     D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, DV: gl.constexpr, DV0: gl.constexpr, DV1: gl.constexpr,
     TOKEN_ROWS: gl.constexpr, P: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, V_IN_K: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
@@ -95,13 +100,15 @@ def _produce(
             page = next_page
             next_page = load_page_ids(table, at + 1, room, P, KEY)
             ok = readable_keys(page, at, first, last, pages, KEY)
-            mbarrier.wait(empty.index(slot), phase)
             k_rows = key_offsets(page, at, stride_kp, stride_kt, P, KEY)
+            if not V_IN_K:
+                v_rows = key_offsets(page, at, stride_vp, stride_vt, P, KEY)
+            mbarrier.wait(empty.index(slot), phase)
+            copy_page_ids(page_ring, slot, table, at, room, P, WARPS)
             copy_keys(k0_ring, slot, k_base, k_rows, ok, D, 0, D0, COPY)
             if D1 > 0:
                 copy_keys(k1_ring, slot, k_base, k_rows, ok, D, D0, D1, COPY)
             if not V_IN_K:
-                v_rows = key_offsets(page, at, stride_vp, stride_vt, P, KEY)
                 copy_keys(v0_ring, slot, v_base, v_rows, ok, DV, 0, DV0, COPY)
                 if DV1 > 0:
                     copy_keys(v1_ring, slot, v_base, v_rows, ok, DV, DV0, DV1, COPY)
@@ -117,10 +124,10 @@ def _produce(
 
 @gluon.jit
 def _consume(
-    q_ptr, out_ptr, lse_ptr, part_ptr, counter_ptr, tables_ptr, seq_lens_ptr, cu_ptr, slopes_ptr, sinks_ptr, steps_ptr,
+    q_ptr, out_ptr, lse_ptr, part_ptr, counter_ptr, seq_lens_ptr, cu_ptr, slopes_ptr, sinks_ptr, steps_ptr,
     sequence, row_tile, step, left, share, long_steps, short, long, piece, pieces, kv_head, score_scale, value_scale, softcap, window,
-    tokens, sequences, q_len, pages, max_keys, slots, num_kv_heads, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_bt,
-    k0_ring, k1_ring, v0_ring, v1_ring, k0_wide, k1_wide, v0_wide, v1_wide, q0_smem, q1_smem, p_smem, full, empty,
+    tokens, sequences, q_len, pages, max_keys, slots, num_kv_heads, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
+    k0_ring, k1_ring, v0_ring, v1_ring, k0_wide, k1_wide, v0_wide, v1_wide, q0_smem, q1_smem, p_smem, peaks, page_ring, full, empty,
     D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, DV: gl.constexpr, DV0: gl.constexpr, DV1: gl.constexpr,
     G: gl.constexpr, TOKEN_ROWS: gl.constexpr, P: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, V_IN_K: gl.constexpr,
     MERGE_ROWS: gl.constexpr, MERGE_BATCH: gl.constexpr, WARPS: gl.constexpr,
@@ -139,6 +146,8 @@ def _consume(
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TERMS * BLOCK_M, 16 * TERMS])
     KEY: gl.constexpr = gl.SliceLayout(1, SCORE)
     ROW: gl.constexpr = gl.SliceLayout(0, SCORE)
+    SEEN: gl.constexpr = seen_layout(WARPS, BLOCK_M)
+    SPREAD: gl.constexpr = spread_layout(WARPS, BLOCK_M, False)
     slot = 0
     phase = 0
     begin = gl.minimum(piece, long) * share + gl.maximum(piece - long, 0) * short  # place of the segment in the list of steps
@@ -152,8 +161,6 @@ def _consume(
         if not whole:
             first_piece = piece_at(begin - step, share, long_steps, short, long)
             parts = piece_at(begin - step + planned - 1, share, long_steps, short, long) - first_piece + 1
-        table, room = table_row(tables_ptr, sequence, sequences, stride_bt, max_keys)
-        next_page = load_page_ids(table, tile, room, P, KEY)
         q0, q1 = load_queries(q_ptr, row_tile, row_start, queries, kv_head, stride_qt, stride_qh, D, D0, D1, G, TOKEN_ROWS, BLOCK_M, QUERY)
         row_scale = gl.full([BLOCK_M], 1.0, gl.float32, ROW)
         if RESCALE:
@@ -188,18 +195,18 @@ def _consume(
         if slopes_ptr is not None:
             slope = gl.load(slopes_ptr + head, mask=row_ok, other=0.0) * _LOG2E
         peak = gl.full([BLOCK_M], float("-inf"), gl.float32, ROW)
+        spread_peak = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(0, SPREAD))
         total = gl.zeros([TILE, BLOCK_M], gl.float32, SCORE)
         acc0 = gl.zeros([DV0, BLOCK_M], gl.float32, SCORE)
         acc1 = gl.zeros([DV1 if DV1 > 0 else 64, BLOCK_M], gl.float32, SCORE)
 
         for at in range(tile, tile + tiles):
-            page = next_page
-            next_page = load_page_ids(table, at + 1, room, P, KEY)
+            mbarrier.wait(full.index(slot), phase)
+            page = page_ring.index(slot).load(KEY)
             key = at * TILE + gl.arange(0, TILE, KEY)
             visible = readable_keys(page, at, first, last, pages, KEY)[:, None] & (key[:, None] <= position[None, :])
             if window is not None:
                 visible = visible & (position[None, :] - key[:, None] < window)
-            mbarrier.wait(full.index(slot), phase)
             if CONVERT and not WHOLE:
                 convert_tile(k0_ring.index(slot), k0_wide, WIDEN)
                 if D1 > 0:
@@ -233,22 +240,35 @@ def _consume(
             if slopes_ptr is not None:
                 scores -= slope[None, :] * (position[None, :] - key[:, None]).to(gl.float32)
             scores = gl.where(visible, scores, float("-inf"))
-            new_peak = gl.maximum(peak, gl.max(scores, 0))
-            base = gl.where(new_peak == float("-inf"), 0.0, new_peak)
+            base = gl.where(peak == float("-inf"), 0.0, peak)
             p = gl.exp2(scores - base[None, :])
-            alpha = gl.exp2(peak - base)
-            total = total * alpha[None, :] + p
-            peak = new_peak
+            # Each warp's own maximum: for all of them to agree on one first would cost a barrier and the wait for it.
+            seen = peaks.index(at & 1)
+            seen.store(gl.max(gl.reshape(scores, [WARPS, TILE // WARPS, BLOCK_M]), 1))
             p_smem.store(p.to(DOT))
             fence_async_shared()
             barrier()
             if CONVERT:
                 mbarrier.arrive(empty.index(slot), count=1)
-            acc0 = acc0 * alpha[None, :]
+            if any_grown(seen.load(SPREAD), gl.expand_dims(spread_peak, 0)):
+                newest = gl.convert_layout(gl.max(seen.load(SEEN), 0), ROW)
+                newest = gl.where(newest > peak + GROWTH, newest, peak)
+                base = gl.where(newest == float("-inf"), 0.0, newest)
+                alpha = gl.exp2(peak - base)
+                p = gl.exp2(scores - base[None, :])
+                total = total * alpha[None, :]
+                acc0 = acc0 * alpha[None, :]
+                if DV1 > 0:
+                    acc1 = acc1 * alpha[None, :]
+                peak = newest
+                spread_peak = gl.convert_layout(peak, gl.SliceLayout(0, SPREAD))
+                p_smem.store(p.to(DOT))
+                fence_async_shared()
+                barrier()
+            total += p
             v0 = (k0_wide if V_IN_K else v0_wide) if CONVERT else (k0_ring.index(slot) if V_IN_K else v0_ring.index(slot))
             acc0 = warpgroup_mma(v0.permute([1, 0]), p_smem, acc0, is_async=True)
             if DV1 > 0:
-                acc1 = acc1 * alpha[None, :]
                 v1 = v1_wide if CONVERT else v1_ring.index(slot)
                 acc1 = warpgroup_mma(v1.permute([1, 0]), p_smem, acc1, is_async=True)
                 acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
@@ -322,6 +342,7 @@ def decode_hopper_kernel(
     k0_ring = gl.allocate_shared_memory(KV, [STAGES, TILE, D0], key_layout(D0, KV_BYTES, WHOLE))
     q0_smem = gl.allocate_shared_memory(QUERY, [TERMS * BLOCK_M, D0], key_layout(D0, KV_BYTES, WHOLE) if WHOLE else operand_layout(D0))
     p_smem = gl.allocate_shared_memory(DOT, [TILE, BLOCK_M], operand_layout(BLOCK_M))
+    peaks = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M, num_warps // 4] if WIDE else [2, num_warps, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     k1_ring = k0_ring
     q1_smem = q0_smem
     if D1 > 0:
@@ -346,6 +367,7 @@ def decode_hopper_kernel(
             v0_wide = gl.allocate_shared_memory(DOT, [TILE, DV0], operand_layout(DV0))
             if DV1 > 0:
                 v1_wide = gl.allocate_shared_memory(DOT, [TILE, DV1], operand_layout(DV1))
+    page_ring = gl.allocate_shared_memory(gl.int32, [STAGES, TILE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -376,10 +398,10 @@ def decode_hopper_kernel(
             (
                 consume_wide if WIDE else _consume,
                 (
-                    q_ptr, out_ptr, lse_ptr, part_ptr, counter_ptr, tables_ptr, seq_lens_ptr, cu_ptr, slopes_ptr, sinks_ptr, steps_ptr,
+                    q_ptr, out_ptr, lse_ptr, part_ptr, counter_ptr, seq_lens_ptr, cu_ptr, slopes_ptr, sinks_ptr, steps_ptr,
                     sequence, row_tile, step, left, share, long_steps, short, long, piece, pieces, kv_head, score_scale, value_scale, softcap, window,
-                    tokens, sequences, q_len, pages, max_keys, slots, num_kv_heads, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_bt,
-                    k0_ring, k1_ring, v0_ring, v1_ring, k0_wide, k1_wide, v0_wide, v1_wide, q0_smem, q1_smem, p_smem, full, empty,
+                    tokens, sequences, q_len, pages, max_keys, slots, num_kv_heads, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
+                    k0_ring, k1_ring, v0_ring, v1_ring, k0_wide, k1_wide, v0_wide, v1_wide, q0_smem, q1_smem, p_smem, peaks, page_ring, full, empty,
                     D, D0, D1, DV, DV0, DV1, G, TOKEN_ROWS, P, BLOCK_M, STAGES, V_IN_K, MERGE_ROWS, MERGE_BATCH, num_warps,
                 ),
             ),
@@ -389,7 +411,7 @@ def decode_hopper_kernel(
                     k_ptr + kv_head * stride_kh, v_ptr + kv_head * stride_vh, tables_ptr, seq_lens_ptr, cu_ptr, steps_ptr,
                     sequence, row_tile, step, left,
                     window, tokens, sequences, q_len, pages, max_keys, stride_kp, stride_kt, stride_vp, stride_vt, stride_bt,
-                    k0_ring, k1_ring, v0_ring, v1_ring, full, empty,
+                    k0_ring, k1_ring, v0_ring, v1_ring, page_ring, full, empty,
                     D, D0, D1, DV, DV0, DV1, TOKEN_ROWS, P, BLOCK_M, STAGES, V_IN_K, COPY_WARPS,
                 ),
             ),

@@ -11,13 +11,18 @@ from hal.kernels.decode_hopper_walk import TILE
 from hal.kernels.numerics import LOG2E
 
 __all__ = [
-    "convert_tile", "copy_keys", "copy_layout", "key_layout", "key_offsets", "load_queries", "operand_layout", "soft_cap", "staging_layout", "store_rows",
-    "store_terms", "store_wide_rows",
+    "GROWTH", "any_grown", "convert_tile", "copy_keys", "copy_layout", "copy_page_ids", "key_layout", "key_offsets", "load_queries", "operand_layout", "seen_layout", "soft_cap",
+    "spread_layout", "staging_layout", "store_rows", "store_terms", "store_wide_rows", "wide_seen_layout",
 ]  # fmt: skip
 
 _LOG2E = gl.constexpr(LOG2E)
 # Renamed between Triton 3.6 and 3.9.
 _start_copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+
+
+#: Growth of a row's maximum, in powers of two, up to which the old one goes on serving: weights up to 2 ** 8 are as exact as those up to 1, and
+#: what was accumulated need not be rescaled (as in FlashAttention-4).
+GROWTH = gl.constexpr(8.0)
 
 
 @gluon.constexpr_function
@@ -44,6 +49,40 @@ def staging_layout(width, element_bytes):
 def key_layout(width, element_bytes, whole):
     """Shared memory for keys; `whole`: 8-bit keys that are an operand as they are."""
     return gl.NVMMASharedLayout(min(128, width), 8, 2) if whole else staging_layout(width, element_bytes)
+
+
+@gluon.constexpr_function
+def seen_layout(warps, rows):
+    """Of a maximum per (warp, row): every thread holds those of all warps, for the rows that it has of transposed scores (keys, rows)."""
+    columns = [[0, 1]] + [[0, 8 << i] for i in range((rows // 8 - 1).bit_length())]
+    parts = [[1 << i, 0] for i in range((warps - 1).bit_length())]
+    lanes = [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]]
+    return gl.DistributedLinearLayout(columns + parts, lanes, [[0, 0]] * (warps - 1).bit_length(), [], [warps, rows])
+
+
+@gluon.constexpr_function
+def wide_seen_layout(groups):
+    """Of a maximum per (row of 64, warp group): every thread holds those of all groups, for the rows that it has of scores (rows, keys)."""
+    parts = [[0, 1 << i] for i in range((groups - 1).bit_length())]
+    lanes = [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([[8, 0], *parts], lanes, [[16, 0], [32, 0]] + [[0, 0]] * len(parts), [], [64, groups])
+
+
+@gluon.constexpr_function
+def spread_layout(parts, rows, rows_first):
+    """Of as many maxima, spread over the lanes of a warp, the same in every warp; fewer than lanes are there more than once."""
+    bits = [[0, 1 << i] for i in range((rows - 1).bit_length())] + [[1 << i, 0] for i in range((parts - 1).bit_length())]
+    bits = [bit[::-1] for bit in bits] if rows_first else bits
+    lanes, rest = (bits + [[0, 0]] * 5)[:5], bits[5:]
+    warps = parts if not rows_first else 4 * parts
+    return gl.DistributedLinearLayout(rest, lanes, [[0, 0]] * (warps - 1).bit_length(), [], [rows, parts] if rows_first else [parts, rows])
+
+
+@gluon.jit
+def any_grown(seen, peak):
+    """Whether any of the maxima `seen` has outgrown the row's `peak`; the same answer in every thread, without a barrier."""
+    grown = (seen > peak + GROWTH).to(gl.int32)
+    return gl.max(gl.max(grown, 1), 0) > 0
 
 
 @gluon.jit
@@ -78,6 +117,13 @@ def copy_keys(smem, slot, base, rows, ok, D: gl.constexpr, BEGIN: gl.constexpr, 
     if BEGIN + WIDTH > D:
         mask = mask & (column < D)[None, :]
     _start_copy(smem.index(slot), (base + column)[None, :] + rows[:, None], mask=mask)
+
+
+@gluon.jit
+def copy_page_ids(smem, slot, table, tile, room, P: gl.constexpr, WARPS: gl.constexpr):
+    """Start copying the page ids of a tile for the computing warps: a load of their own would be waited for by their next fence."""
+    key = tile * TILE + gl.arange(0, TILE, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    _start_copy(smem.index(slot), table + key.to(gl.uint32) // P, mask=key < room)
 
 
 @gluon.jit

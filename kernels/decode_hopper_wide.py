@@ -13,8 +13,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from hal.kernels.decode_hopper_merge import apply_sinks, barrier, merge_partials
-from hal.kernels.decode_hopper_tiles import copy_layout, load_queries, soft_cap, store_wide_rows
-from hal.kernels.decode_hopper_walk import TILE, load_page_ids, next_segment, piece_at, readable_keys, table_row
+from hal.kernels.decode_hopper_tiles import GROWTH, any_grown, copy_layout, load_queries, soft_cap, spread_layout, store_wide_rows, wide_seen_layout
+from hal.kernels.decode_hopper_walk import TILE, next_segment, piece_at, readable_keys
 from hal.kernels.numerics import LOG2E
 
 __all__ = ["consume_wide"]
@@ -30,11 +30,84 @@ def _product_layout(columns, warps):
 
 
 @gluon.jit
+def _start_scores(q0, q1, k0, k1, D1: gl.constexpr, SCORE: gl.constexpr):
+    """Start the product of the queries (rows, dims) with a tile of keys (64, dims)."""
+    fence_async_shared()
+    scores = warpgroup_mma(q0, k0.permute([1, 0]), gl.zeros([64, TILE], gl.float32, SCORE), use_acc=False, is_async=True)
+    if D1 > 0:
+        scores = warpgroup_mma(q1, k1.permute([1, 0]), scores, is_async=True)
+    return scores
+
+
+@gluon.jit
+def _start_output(p, v0, v1, acc0, acc1, DV1: gl.constexpr):
+    """Start adding the product of the weights (rows, keys) with a tile of values (64, dims)."""
+    acc0 = warpgroup_mma(p, v0, acc0, is_async=True)
+    if DV1 > 0:
+        acc1 = warpgroup_mma(p, v1, acc1, is_async=True)
+    return acc0, acc1
+
+
+@gluon.jit
+def _visible(page, tile, first, last, pages, position, window, KEY: gl.constexpr):
+    """Which keys of a tile each row sees, (rows, keys)."""
+    key = tile * TILE + gl.arange(0, TILE, KEY)
+    visible = readable_keys(page, tile, first, last, pages, KEY)[None, :] & (key[None, :] <= position[:, None])
+    if window is not None:
+        visible = visible & (position[:, None] - key[None, :] < window)
+    return visible
+
+
+@gluon.jit
+def _weigh(
+    scores, visible, position, slope, tile, peak, spread_peak, total, acc0, acc1, score_scale, softcap, slopes_ptr, p_smem, peaks,
+    DV1: gl.constexpr, SCORE: gl.constexpr, OUT0: gl.constexpr, OUT1: gl.constexpr,
+):  # fmt: skip
+    """Turn scores into weights in `p_smem`; returns (maximum, sum, accumulators), rescaled where the maximum has grown much."""
+    KEY: gl.constexpr = gl.SliceLayout(0, SCORE)
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORE)
+    GROUPS: gl.constexpr = peaks.shape[2]
+    if softcap is not None:
+        scores = soft_cap(scores * score_scale, softcap) * _LOG2E
+    else:
+        scores = scores * (score_scale * _LOG2E)
+    if slopes_ptr is not None:
+        key = tile * TILE + gl.arange(0, TILE, KEY)
+        scores -= slope[:, None] * (position[:, None] - key[None, :]).to(gl.float32)
+    scores = gl.where(visible, scores, float("-inf"))
+    base = gl.where(peak == float("-inf"), 0.0, peak)
+    p = gl.exp2(scores - base[:, None])
+    # Each warp group's own maximum: to agree on one first would cost a barrier and the wait for it.
+    seen = peaks.index(tile & 1)
+    seen.store(gl.max(gl.reshape(scores, [64, GROUPS, TILE // GROUPS]), 2))
+    p_smem.store(p.to(p_smem.dtype))
+    fence_async_shared()
+    barrier()
+    SPREAD: gl.constexpr = spread_layout(GROUPS, 64, True)
+    if any_grown(seen.load(SPREAD), gl.expand_dims(spread_peak, 1)):
+        newest = gl.convert_layout(gl.max(seen.load(wide_seen_layout(GROUPS)), 1), ROW)
+        newest = gl.where(newest > peak + GROWTH, newest, peak)
+        base = gl.where(newest == float("-inf"), 0.0, newest)
+        alpha = gl.exp2(peak - base)
+        p = gl.exp2(scores - base[:, None])
+        total = total * alpha[:, None]
+        acc0 = acc0 * gl.convert_layout(alpha, gl.SliceLayout(1, OUT0))[:, None]
+        if DV1 > 0:
+            acc1 = acc1 * gl.convert_layout(alpha, gl.SliceLayout(1, OUT1))[:, None]
+        peak = newest
+        spread_peak = gl.convert_layout(peak, gl.SliceLayout(1, SPREAD))
+        p_smem.store(p.to(p_smem.dtype))
+        fence_async_shared()
+        barrier()
+    return peak, spread_peak, total + p, acc0, acc1
+
+
+@gluon.jit
 def consume_wide(
-    q_ptr, out_ptr, lse_ptr, part_ptr, counter_ptr, tables_ptr, seq_lens_ptr, cu_ptr, slopes_ptr, sinks_ptr, steps_ptr,
+    q_ptr, out_ptr, lse_ptr, part_ptr, counter_ptr, seq_lens_ptr, cu_ptr, slopes_ptr, sinks_ptr, steps_ptr,
     sequence, row_tile, step, left, share, long_steps, short, long, piece, pieces, kv_head, score_scale, value_scale, softcap, window,
-    tokens, sequences, q_len, pages, max_keys, slots, num_kv_heads, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_bt,
-    k0_ring, k1_ring, v0_ring, v1_ring, k0_wide, k1_wide, v0_wide, v1_wide, q0_smem, q1_smem, p_smem, full, empty,
+    tokens, sequences, q_len, pages, max_keys, slots, num_kv_heads, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
+    k0_ring, k1_ring, v0_ring, v1_ring, k0_wide, k1_wide, v0_wide, v1_wide, q0_smem, q1_smem, p_smem, peaks, page_ring, full, empty,
     D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, DV: gl.constexpr, DV0: gl.constexpr, DV1: gl.constexpr,
     G: gl.constexpr, TOKEN_ROWS: gl.constexpr, P: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, V_IN_K: gl.constexpr,
     MERGE_ROWS: gl.constexpr, MERGE_BATCH: gl.constexpr, WARPS: gl.constexpr,
@@ -47,6 +120,7 @@ def consume_wide(
     OUT1: gl.constexpr = _product_layout(DV1 if DV1 > 0 else 64, WARPS)
     KEY: gl.constexpr = gl.SliceLayout(0, SCORE)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORE)
+    PRODUCTS: gl.constexpr = 2 if D1 > 0 else 1  # that make up the scores of a tile
     slot = 0
     phase = 0
     begin = gl.minimum(piece, long) * share + gl.maximum(piece - long, 0) * short  # place of the segment in the list of steps
@@ -60,8 +134,6 @@ def consume_wide(
         if not whole:
             first_piece = piece_at(begin - step, share, long_steps, short, long)
             parts = piece_at(begin - step + planned - 1, share, long_steps, short, long) - first_piece + 1
-        table, room = table_row(tables_ptr, sequence, sequences, stride_bt, max_keys)
-        next_page = load_page_ids(table, tile, room, P, KEY)
         q0, q1 = load_queries(q_ptr, row_tile, row_start, queries, kv_head, stride_qt, stride_qh, D, D0, D1, G, TOKEN_ROWS, BLOCK_M, QUERY)
         q0_smem.store(q0.to(DOT))
         if D1 > 0:
@@ -77,55 +149,45 @@ def consume_wide(
         if slopes_ptr is not None:
             slope = gl.load(slopes_ptr + head, mask=row_ok, other=0.0) * _LOG2E
         peak = gl.full([BLOCK_M], float("-inf"), gl.float32, ROW)
+        spread_peak = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, spread_layout(WARPS // 4, 64, True)))
         total = gl.zeros([BLOCK_M, TILE], gl.float32, SCORE)
         acc0 = gl.zeros([BLOCK_M, DV0], gl.float32, OUT0)
         acc1 = gl.zeros([BLOCK_M, DV1 if DV1 > 0 else 64], gl.float32, OUT1)
 
-        for at in range(tile, tile + tiles):
-            page = next_page
-            next_page = load_page_ids(table, at + 1, room, P, KEY)
-            key = at * TILE + gl.arange(0, TILE, KEY)
-            visible = readable_keys(page, at, first, last, pages, KEY)[None, :] & (key[None, :] <= position[:, None])
-            if window is not None:
-                visible = visible & (position[:, None] - key[None, :] < window)
-            mbarrier.wait(full.index(slot), phase)
-            fence_async_shared()
-            zero = gl.zeros([BLOCK_M, TILE], gl.float32, SCORE)
-            scores = warpgroup_mma(q0_smem, k0_ring.index(slot).permute([1, 0]), zero, use_acc=False, is_async=True)
-            if D1 > 0:
-                scores = warpgroup_mma(q1_smem, k1_ring.index(slot).permute([1, 0]), scores, is_async=True)
-            scores = warpgroup_mma_wait(0, deps=[scores])
-            if softcap is not None:
-                scores = soft_cap(scores * score_scale, softcap) * _LOG2E
-            else:
-                scores = scores * (score_scale * _LOG2E)
-            if slopes_ptr is not None:
-                scores -= slope[:, None] * (position[:, None] - key[None, :]).to(gl.float32)
-            scores = gl.where(visible, scores, float("-inf"))
-            new_peak = gl.maximum(peak, gl.max(scores, 1))
-            base = gl.where(new_peak == float("-inf"), 0.0, new_peak)
-            p = gl.exp2(scores - base[:, None])
-            alpha = gl.exp2(peak - base)
-            total = total * alpha[:, None] + p
-            peak = new_peak
-            p_smem.store(p.to(DOT))
-            fence_async_shared()
-            barrier()
-            acc0 = acc0 * gl.convert_layout(alpha, gl.SliceLayout(1, OUT0))[:, None]
-            v0 = k0_ring.index(slot) if V_IN_K else v0_ring.index(slot)
-            acc0 = warpgroup_mma(p_smem, v0, acc0, is_async=True)
-            if DV1 > 0:
-                acc1 = acc1 * gl.convert_layout(alpha, gl.SliceLayout(1, OUT1))[:, None]
-                acc1 = warpgroup_mma(p_smem, v1_ring.index(slot), acc1, is_async=True)
-                acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
-            else:
-                acc0 = warpgroup_mma_wait(0, deps=[acc0])
-            barrier()
-            mbarrier.arrive(empty.index(slot), count=1)
+        mbarrier.wait(full.index(slot), phase)
+        scores = _start_scores(q0_smem, q1_smem, k0_ring.index(slot), k1_ring.index(slot), D1, SCORE)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        for at in range(tile, tile + tiles - 1):
+            visible = _visible(page_ring.index(slot).load(KEY), at, first, last, pages, position, window, KEY)
+            peak, spread_peak, total, acc0, acc1 = _weigh(
+                scores, visible, position, slope, at, peak, spread_peak, total, acc0, acc1, score_scale, softcap, slopes_ptr, p_smem, peaks, DV1, SCORE, OUT0, OUT1
+            )
+            acc0, acc1 = _start_output(p_smem, k0_ring.index(slot) if V_IN_K else v0_ring.index(slot), v1_ring.index(slot), acc0, acc1, DV1)
+            done = slot
             slot += 1
             if slot == STAGES:
                 slot = 0
                 phase = phase ^ 1
+            # The next scores run behind this output: the matrix unit has work while the slot is given back.
+            mbarrier.wait(full.index(slot), phase)
+            scores = _start_scores(q0_smem, q1_smem, k0_ring.index(slot), k1_ring.index(slot), D1, SCORE)
+            acc0, acc1 = warpgroup_mma_wait(PRODUCTS, deps=[acc0, acc1])
+            barrier()
+            mbarrier.arrive(empty.index(done), count=1)
+            scores = warpgroup_mma_wait(0, deps=[scores])
+        at = tile + tiles - 1
+        visible = _visible(page_ring.index(slot).load(KEY), at, first, last, pages, position, window, KEY)
+        peak, spread_peak, total, acc0, acc1 = _weigh(
+            scores, visible, position, slope, at, peak, spread_peak, total, acc0, acc1, score_scale, softcap, slopes_ptr, p_smem, peaks, DV1, SCORE, OUT0, OUT1
+        )
+        acc0, acc1 = _start_output(p_smem, k0_ring.index(slot) if V_IN_K else v0_ring.index(slot), v1_ring.index(slot), acc0, acc1, DV1)
+        acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
+        barrier()
+        mbarrier.arrive(empty.index(slot), count=1)
+        slot += 1
+        if slot == STAGES:
+            slot = 0
+            phase = phase ^ 1
 
         amount = gl.sum(total, 1)
         divisor = gl.where(amount == 0.0, 1.0, amount)

@@ -230,6 +230,7 @@ def flash_decode(
             if key is not None and (merge[0] or not partition.splits):
                 remember(key, (compiled, arguments), planner, partition, pdl=pdl)
         else:
+            # Where one of K and V is not copied in 16 bytes, the pipeline of Triton 3.6 reads ids of another tile.
             plain = alibi_slopes is None and window is None
             ahead = aligned and k_cache.element_size() == 2 and tree_mask is None
             tree, depth, tree_stride, tree_columns = _tree_arguments(tree_mask, cu_seqlens_q, sequences, tokens, q_len, plain, pdl)
@@ -242,7 +243,7 @@ def flash_decode(
                 out_strides[0], out_strides[1], lse_stride, block_tables.stride(0), tree_stride, tree_columns, *k_strides, *v_strides,
                 head_dim, d0, d1, head_dim_v, dv0, dv1, group, partition.token_rows, page_size, split_of(k_cache, kv_layout),
                 config.tile, partition.block_m, partition.step, batch_invariant, v_in_k, ahead, k_per_token, v_per_token, interpreting(), pdl,
-                num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=fusion, **pdl_options(pdl),
+                num_warps=config.warps, num_stages=config.stages if aligned else 1, enable_fp_fusion=fusion, **pdl_options(pdl),
             )  # fmt: skip
         if partition.splits and not merge[0]:
             width = 1 << (head_dim_v - 1).bit_length()
