@@ -77,7 +77,7 @@ def _produce(
     window, tokens, sequences, q_len, pages, max_keys, stride_kp, stride_kt, stride_vp, stride_vt, stride_bt,
     k0_ring, k1_ring, v0_ring, v1_ring, page_ring, full, empty,
     D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, DV: gl.constexpr, DV0: gl.constexpr, DV1: gl.constexpr,
-    TOKEN_ROWS: gl.constexpr, P: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, V_IN_K: gl.constexpr, WARPS: gl.constexpr,
+    TOKEN_ROWS: gl.constexpr, P: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, V_IN_K: gl.constexpr, LATE: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Copy the tiles of the piece into the ring."""
     COPY: gl.constexpr = copy_layout(D0, k_base.dtype.element_ty.primitive_bitwidth // 8, WARPS)
@@ -100,10 +100,13 @@ def _produce(
             page = next_page
             next_page = load_page_ids(table, at + 1, room, P, KEY)
             ok = readable_keys(page, at, first, last, pages, KEY)
+            if LATE:  # offsets of two slots at once do not fit into the registers
+                mbarrier.wait(empty.index(slot), phase)
             k_rows = key_offsets(page, at, stride_kp, stride_kt, P, KEY)
             if not V_IN_K:
                 v_rows = key_offsets(page, at, stride_vp, stride_vt, P, KEY)
-            mbarrier.wait(empty.index(slot), phase)
+            if not LATE:
+                mbarrier.wait(empty.index(slot), phase)
             copy_page_ids(page_ring, slot, table, at, room, P, WARPS)
             copy_keys(k0_ring, slot, k_base, k_rows, ok, D, 0, D0, COPY)
             if D1 > 0:
@@ -248,9 +251,10 @@ def _consume(
             p_smem.store(p.to(DOT))
             fence_async_shared()
             barrier()
+            spread = seen.load(SPREAD)
             if CONVERT:
                 mbarrier.arrive(empty.index(slot), count=1)
-            if any_grown(seen.load(SPREAD), gl.expand_dims(spread_peak, 0)):
+            if any_grown(spread, gl.expand_dims(spread_peak, 0)):
                 newest = gl.convert_layout(gl.max(seen.load(SEEN), 0), ROW)
                 newest = gl.where(newest > peak + GROWTH, newest, peak)
                 base = gl.where(newest == float("-inf"), 0.0, newest)
@@ -412,7 +416,7 @@ def decode_hopper_kernel(
                     sequence, row_tile, step, left,
                     window, tokens, sequences, q_len, pages, max_keys, stride_kp, stride_kt, stride_vp, stride_vt, stride_bt,
                     k0_ring, k1_ring, v0_ring, v1_ring, page_ring, full, empty,
-                    D, D0, D1, DV, DV0, DV1, TOKEN_ROWS, P, BLOCK_M, STAGES, V_IN_K, COPY_WARPS,
+                    D, D0, D1, DV, DV0, DV1, TOKEN_ROWS, P, BLOCK_M, STAGES, V_IN_K, WIDE and V_IN_K, COPY_WARPS,
                 ),
             ),
         ],
