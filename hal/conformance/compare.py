@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["LSE", "OUTPUT", "Tolerance", "assert_same_bits", "close"]
+__all__ = ["LSE", "OUTPUT", "QUANTISED_EXPERTS", "ROUTER_WEIGHTS", "Tolerance", "assert_same_bits", "close"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,10 @@ LSE = {
     torch.float16: Tolerance(5e-4, "products of fp16 are exact in fp32; leaves room for q scaled in its own dtype"),
     torch.bfloat16: Tolerance(1e-3, "products of bf16 are exact in fp32; leaves room for q scaled in its own dtype"),
 }
+#: Router weights are fp32 whatever the logits' dtype; relative to the largest weight of the row.
+ROUTER_WEIGHTS = Tolerance(2e-5, "fp32 from the load of the logits on")
+#: Where the op itself quantises rows, whatever the dtype of its result.
+QUANTISED_EXPERTS = Tolerance(2e-2, "a value near the middle between two codes may take either, and the result is rounded to 16 bits")
 
 
 def close(what: str, got: Tensor, expected: Tensor, tolerance: Tolerance, least: float = 0.0) -> float:
