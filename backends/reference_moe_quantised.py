@@ -36,8 +36,8 @@ def rounded_rows(x: Tensor, dtype: torch.dtype, w_scales: Tensor) -> Tensor:
     if not columns:
         return x.float()
     width = BLOCK if scale_kind(w_scales) == "block" else columns
-    blocks = functional.pad(x.float(), (0, -columns % width)).view(rows, -1, width)
+    blocks = functional.pad(x.float(), (0, -columns % width)).view(rows, -(-columns // width), width)
     scale = blocks.abs().amax(2, keepdim=True) / _QMAX[dtype]
     codes = (blocks / scale.masked_fill(scale == 0, 1.0)).clamp(-_QMAX[dtype], _QMAX[dtype])
     codes = codes.round() if dtype == torch.int8 else codes.to(dtype).float()
-    return (codes * scale).reshape(rows, -1)[:, :columns]
+    return (codes * scale).flatten(1)[:, :columns]
