@@ -182,7 +182,7 @@ def check_route(a: Arguments) -> RouteCall:
     used = {name for name in ("correction_bias", "weights", "ids") if getattr(a, name) is not None}
     used |= {"groups"} if a.top_groups < a.num_groups else set()
     used |= {"scale"} if a.scale != 1.0 else set()
-    return _call("route", a, tokens, experts, used, a.scoring, (a.num_groups, a.top_groups, a.group_score))
+    return _call(check, a, tokens, experts, used, a.scoring, (a.num_groups, a.top_groups, a.group_score))
 
 
 def check_topk_softmax(a: Arguments) -> RouteCall:
@@ -190,7 +190,7 @@ def check_topk_softmax(a: Arguments) -> RouteCall:
     check = Checker("topk_softmax", a.logits.device)
     tokens, experts = _check_logits(check, a)
     used = {name for name in ("weights", "ids") if getattr(a, name) is not None}
-    return _call("topk_softmax", a, tokens, experts, used, "softmax", (1, 1, "max"))
+    return _call(check, a, tokens, experts, used, "softmax", (1, 1, "max"))
 
 
 def _check_logits(check: Checker, a: Arguments) -> tuple[int, int]:
@@ -201,15 +201,24 @@ def _check_logits(check: Checker, a: Arguments) -> tuple[int, int]:
         raise check.fail("logits", f"has shape {tuple(a.logits.shape)}", "(T, E) with at least one expert")
     check.integer("top_k", a.top_k, least=1, most=experts)
     check.flag("renormalize", a.renormalize)
-    for name, dtype in (("weights", torch.float32), ("ids", torch.int32)):
-        check.output(name, getattr(a, name), shape=(tokens, a.top_k), axes="(T, k)", dtypes=(dtype,))
     return tokens, experts
 
 
-def _call(op: str, a: Arguments, tokens: int, experts: int, used: set[str], scoring: str, groups: tuple[int, int, str]) -> RouteCall:
+def _call(check: Checker, a: Arguments, tokens: int, experts: int, used: set[str], scoring: str, groups: tuple[int, int, str]) -> RouteCall:
+    for name, dtype in (("weights", torch.float32), ("ids", torch.int32)):
+        check.output(name, getattr(a, name), shape=(tokens, a.top_k), axes="(T, k)", dtypes=(dtype,))
     used |= {"renormalize"} if a.renormalize else set()
     return RouteCall(
-        op, a.logits.dtype, tokens, experts, a.top_k, scoring, a.renormalize, *groups, features=frozenset(used), logits_strides=a.logits.stride()
+        check.op,
+        a.logits.dtype,
+        tokens,
+        experts,
+        a.top_k,
+        scoring,
+        a.renormalize,
+        *groups,
+        features=frozenset(used),
+        logits_strides=a.logits.stride(),
     )
 
 
