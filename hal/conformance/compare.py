@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["LSE", "OUTPUT", "QUANTISED_EXPERTS", "ROUTER_WEIGHTS", "Tolerance", "assert_same_bits", "close"]
+__all__ = ["LSE", "OUTPUT", "QUANTISED_ROWS", "REQUANTISED_ROWS", "ROUTER_WEIGHTS", "Tolerance", "assert_same_bits", "close"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,12 @@ LSE = {
 #: Router weights are fp32 whatever the logits' dtype; relative to the largest weight of the row.
 ROUTER_WEIGHTS = Tolerance(2e-5, "fp32 from the load of the logits on")
 #: Where the op itself quantises rows, whatever the dtype of its result.
-QUANTISED_EXPERTS = Tolerance(2e-2, "a value near the middle between two codes may take either, and the result is rounded to 16 bits")
+QUANTISED_ROWS = Tolerance(2e-2, "a value in the middle between two codes may take either, and the result is rounded to 16 bits")
+#: Where it also quantises what came of that, per dtype of the experts.
+REQUANTISED_ROWS = {
+    torch.int8: Tolerance(2e-2, "as for one quantisation: steps of int8 are small"),
+    torch.float8_e4m3fn: Tolerance(8e-2, "another code in x may move the scale of an intermediate row and with it all its codes, each by up to 2^-4"),
+}
 
 
 def close(what: str, got: Tensor, expected: Tensor, tolerance: Tolerance, least: float = 0.0) -> float:

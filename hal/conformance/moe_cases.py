@@ -88,7 +88,7 @@ _NUMERICS = (
 _RANKS = (
     *(C(f"B6-{p}-T-{t}", placement=p, tokens=t, dtype="bf16" if t > 9 else "fp32") for p in ("range", "map", "nothing") for t in (1, 7, 40)),
     *(C(f"B6-{p}-garbage", placement=p, tokens=20, routing="garbage", biases=True) for p in ("range", "map", "nothing")),
-    *(C(f"B6-{p}-foreign", placement=p, tokens=t, routing="foreign") for p in ("range", "map") for t in (1, 40)),
+    *(C(f"B6-{p}-foreign-T-{t}", placement=p, tokens=t, routing="foreign") for p in ("range", "map") for t in (1, 40)),
     C("B6-range-repeats", placement="range", tokens=9, top_k=4, routing="repeats"),
 )
 _PADDING = (
@@ -111,8 +111,8 @@ FUSED_LARGE = (
         for e in (160, 200, 256, 257, 384, 512, 1000, 1025)
         for t in (1, 16, 17, 64, 257)
     ),
-    *(C(f"B10-H-{h}-I-{i}", hidden=h, inter=i, dtype="bf16", tokens=t) for h, i in ((2816, 704), (704, 2816), (2048, 768)) for t in (1, 16, 100)),
-    *(C(f"T-{t}", tokens=t, experts=32, top_k=4, hidden=512, inter=256, dtype=d) for t in (255, 1000, 1024, 4097) for d in ("fp16", "bf16")),
+    *(C(f"B10-H-{h}-I-{i}-T-{t}", hidden=h, inter=i, dtype="bf16", tokens=t) for h, i in ((2816, 704), (704, 2816), (2048, 768)) for t in (1, 16, 100)),
+    *(C(f"T-{t}-{d}", tokens=t, experts=32, top_k=4, hidden=512, inter=256, dtype=d) for t in (255, 1000, 1024, 4097) for d in ("fp16", "bf16")),
     *(C(f"one-expert-T-{t}", tokens=t, experts=32, top_k=4, hidden=512, inter=256, dtype="bf16", routing="one") for t in (16, 300, 2000)),
     *(
         C(f"{s}-T-{t}", tokens=t, experts=16, top_k=4, hidden=264, inter=136, dtype="bf16", storage=s)

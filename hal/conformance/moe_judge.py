@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hal.conformance import moe_oracle as oracle
-from hal.conformance.compare import OUTPUT, QUANTISED_EXPERTS, ROUTER_WEIGHTS, assert_same_bits, close
+from hal.conformance.compare import OUTPUT, QUANTISED_ROWS, REQUANTISED_ROWS, ROUTER_WEIGHTS, assert_same_bits, close
 from hal.ops.checks import FLOATS
 from hal.ops.moe_checks import MoeIndex
 
@@ -59,7 +59,7 @@ def _expanded(a: dict[str, Any], rows: Tensor) -> float:
 def _multiplied(a: dict[str, Any], rows: Tensor) -> float:
     expected = oracle.group_gemm(a)
     rounds = a["x"].dtype in FLOATS and a["w_scales"] is not None
-    return close("used rows", rows[: expected.shape[0]], expected, QUANTISED_EXPERTS if rounds else OUTPUT[rows.dtype])
+    return close("used rows", rows[: expected.shape[0]], expected, QUANTISED_ROWS if rounds else OUTPUT[rows.dtype])
 
 
 def _activated(op: str) -> Callable[[dict[str, Any], Tensor], float]:
@@ -75,7 +75,7 @@ def _combined(a: dict[str, Any], out: Tensor) -> float:
 
 
 def _fused(a: dict[str, Any], out: Tensor) -> float:
-    return close("out", out, oracle.fused_moe(a), OUTPUT[out.dtype] if a["w_scales"] is None else QUANTISED_EXPERTS)
+    return close("out", out, oracle.fused_moe(a), OUTPUT[out.dtype] if a["w_scales"] is None else REQUANTISED_ROWS[a["w_down"].dtype])
 
 
 #: op -> (all its arguments by name, on one device; its result) -> error as a fraction of the scale; AssertionError if it is wrong.

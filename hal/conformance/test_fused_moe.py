@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hal.conformance import moe_oracle as oracle
-from hal.conformance.compare import OUTPUT, QUANTISED_EXPERTS, assert_same_bits, close
+from hal.conformance.compare import OUTPUT, REQUANTISED_ROWS, assert_same_bits, close
 from hal.conformance.inputs import Built
 from hal.conformance.moe_cases import FUSED, QUANTISED, TOGGLES
 from hal.conformance.moe_inputs import Moe, build_moe
@@ -65,7 +65,7 @@ def test_scales_have_an_effect(hal_subject: Subject, quantised: str, scales: str
     first, second = args["w_scales"]
     for change in ({"w_scales": (first * 1.5, second)}, {"w_scales": (first, second * 1.5)}, {"x_scales": args["x_scales"] * 1.5}):
         with pytest.raises(AssertionError):
-            close("oracle", oracle.fused_moe(bound | change), oracle.fused_moe(bound), QUANTISED_EXPERTS)
+            close("oracle", oracle.fused_moe(bound | change), oracle.fused_moe(bound), REQUANTISED_ROWS[args["w_down"].dtype])
         hal_subject.verify("fused_moe", args | change)
 
 
