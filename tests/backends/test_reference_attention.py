@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hal.backends import reference_attention, reference_products, reference_views
 from hal.backends.reference_attention import flash_decode, flash_prefill
+from tests.backends.host_reads import NoHostReads
 from tests.backends.reference_cases import FP8, ORDER, TOLERANCE, Case, check, naive, offsets, tree_of
 
 E4M3, E5M2 = FP8
@@ -210,16 +211,6 @@ def test_random_calls(seed: int) -> None:
     assert torch.equal(again[1], got[1])
     assert torch.equal(call(poisoned, q, counts, mode, **features), plain)
     assert (got[0].dtype, got[1].dtype, plain.dtype) == (case.dtype, torch.float32, case.dtype)
-
-
-class NoHostReads(TorchDispatchMode):
-    """Raises where an accelerator would wait for the host."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert not any(word in str(func) for word in ("_local_scalar_dense", "nonzero", "masked_select", "unique")), func
-        if str(func).startswith(("aten.index.", "aten.index_put")):
-            assert not any(index is not None and index.dtype == torch.bool for index in args[1]), func
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("seed", range(100, 120))
