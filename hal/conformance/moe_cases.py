@@ -111,7 +111,11 @@ FUSED_LARGE = (
         for e in (160, 200, 256, 257, 384, 512, 1000, 1025)
         for t in (1, 16, 17, 64, 257)
     ),
-    *(C(f"B10-H-{h}-I-{i}-T-{t}", hidden=h, inter=i, dtype="bf16", tokens=t) for h, i in ((2816, 704), (704, 2816), (2048, 768)) for t in (1, 16, 100)),
+    *(
+        C(f"B10-H-{h}-I-{i}-T-{t}", hidden=h, inter=i, dtype="bf16", tokens=t)
+        for h, i in ((2816, 704), (704, 2816), (2048, 768))
+        for t in (1, 16, 100)
+    ),
     *(C(f"T-{t}-{d}", tokens=t, experts=32, top_k=4, hidden=512, inter=256, dtype=d) for t in (255, 1000, 1024, 4097) for d in ("fp16", "bf16")),
     *(C(f"one-expert-T-{t}", tokens=t, experts=32, top_k=4, hidden=512, inter=256, dtype="bf16", routing="one") for t in (16, 300, 2000)),
     *(

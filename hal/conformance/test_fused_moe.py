@@ -27,6 +27,7 @@ def ids(case: Moe) -> str:
 
 
 def build(subject: Subject, case: Moe) -> Built:
+    subject.require("fused_moe")
     return build_moe(case, subject.generator(), subject.device)
 
 
