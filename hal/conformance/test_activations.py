@@ -83,7 +83,7 @@ def test_bad_row_stays_alone(hal_subject: Subject, op: str, options: dict[str, A
 
 
 @pytest.mark.hal_op("swiglu_oai_and_mul")
-def test_swiglu_oai_by_hand(hal_subject: Subject) -> None:
+def test_swiglu_oai_on_paper(hal_subject: Subject) -> None:
     """The gate is clamped from above only, the up from both sides; 1 is added to the up."""
     x = torch.tensor([[10.0, 0.0, 7.0, 10.0], [-10.0, -10.0, 1.0, 2.0]], device=hal_subject.device)  # gate, up, gate, up
     full = 7.0 / (1 + math.exp(-1.702 * 7.0))

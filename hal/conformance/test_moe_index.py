@@ -267,7 +267,7 @@ def test_combine_is_fp32_in_the_order_of_slots(hal_subject: Subject) -> None:
 
 
 @COMBINE
-def test_combine_by_hand(hal_subject: Subject) -> None:
+def test_combine_on_paper(hal_subject: Subject) -> None:
     index = index_of(ints(hal_subject, [[1, 0], [-1, 1]]), 2)  # sorted rows: token 0 j 1; token 0 j 0; token 1 j 1
     y = torch.tensor([[10.0] * 8, [1.0] * 8, [5.0] * 8, [math.nan] * 8], device=hal_subject.device)
     weights = torch.tensor([[0.25, 0.5], [math.nan, 2.0]], device=hal_subject.device)

@@ -150,7 +150,7 @@ def test_no_usable_logit(hal_subject: Subject) -> None:
 
 
 @TOPK
-def test_weights_by_hand(hal_subject: Subject) -> None:
+def test_weights_on_paper(hal_subject: Subject) -> None:
     """A8: softmax over all experts, then division only where asked."""
     x = rows(hal_subject, [2.0, 1.0, 0.0, -1.0])
     plain, _ = hal_subject.verify("topk_softmax", {"logits": x, "top_k": 2})
