@@ -7,13 +7,14 @@ on a CPU, on a GPU, and under CUDA graph capture.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hal.backends.reference_keys import Keys, Span
+from hal.backends.reference_products import matmul
 from hal.backends.reference_states import close_states
 
 __all__ = ["Rows", "Scoring", "attend"]
@@ -79,7 +80,7 @@ def attend(q: Tensor, rows: Rows, keys: Keys, spans: Iterable[Span], scoring: Sc
         chunk = keys.load(rows.sequence, span)
         visible, distance = _visibility(rows, chunk.index, scoring)
         visible = visible & live[..., None] & (chunk.exists & (chunk.index < rows.length[:, None]))[:, None]
-        scores = _matmul(query, chunk.k.transpose(2, 3)).mul_(scoring.scale)
+        scores = matmul(query, chunk.k.transpose(2, 3)).mul_(scoring.scale)
         if scoring.softcap:
             scores.div_(scoring.softcap).tanh_().mul_(scoring.softcap)
         by_head = scores.view(groups, kv_heads, count, group_size, -1)
@@ -92,7 +93,7 @@ def attend(q: Tensor, rows: Rows, keys: Keys, spans: Iterable[Span], scoring: Sc
         offset = new_top.masked_fill(new_top == -math.inf, 0.0)
         weights, rescale = scores.sub_(offset).exp_(), (top - offset).exp_()
         total = total.mul_(rescale).add_(weights.sum(-1, keepdim=True))
-        out = out.mul_(rescale).add_(_matmul(weights, values))
+        out = out.mul_(rescale).add_(matmul(weights, values))
         top = new_top
 
     def by_row(x: Tensor) -> Tensor:
@@ -118,25 +119,3 @@ def _visibility(rows: Rows, index: Tensor, scoring: Scoring) -> tuple[Tensor, Te
     if scoring.window is not None:
         visible = visible & (distance < scoring.window)
     return visible, distance if scoring.causal else distance.abs()
-
-
-def _matmul(a: Tensor, b: Tensor) -> Tensor:
-    """`a @ b` in fp32 accuracy, also where TF32 is switched on."""
-    return a @ b if a.device.type == "cpu" else _split_product(a, b, torch.matmul)
-
-
-def _split_product(a: Tensor, b: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Product of fp32 matrices from TF32 products: each operand is a part that TF32 holds exactly, plus a rest.
-
-    The product of the two rests is below fp32 rounding (the 3xTF32 scheme of CUTLASS). fp64 is no way out: some
-    accelerators have none.
-    """
-    a_high, b_high = _tf32_part(a), _tf32_part(b)
-    product = multiply(a_high, b_high)
-    rest = multiply(a_high, b - b_high) + multiply(a - a_high, b_high)
-    return product + rest.masked_fill_(~product.isfinite(), 0.0)  # Inf - Inf in a rest must not hide an Inf
-
-
-def _tf32_part(x: Tensor) -> Tensor:
-    """Clear the 13 lowest bits of finite fp32 values."""
-    return torch.where(x.isfinite(), (x.contiguous().view(torch.int32) & -8192).view(torch.float32), x)

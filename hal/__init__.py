@@ -36,6 +36,12 @@ if TYPE_CHECKING:
     from hal.kv_cache import KVCacheSpec
     from hal.ops.attention_checks import AttentionCall, MergeCall, PlanCall
     from hal.ops.kv_cache import WriteKVCall
+    from hal.ops.moe_activations import ActivationCall
+    from hal.ops.moe_checks import MoeIndex
+    from hal.ops.moe_fused import FusedMoeCall
+    from hal.ops.moe_gemm import GroupGemmCall
+    from hal.ops.moe_permute import MoeIndexCall, MoeRowsCall
+    from hal.ops.moe_routing import RouteCall
     from hal.ops.plan import DecodePlan, PlanFacts
     from hal.reasons import Reason, ReasonCode
     from hal.registry import hookimpl
@@ -56,6 +62,12 @@ _EXPORTS = {
         "hal.kv_cache": "KVCacheSpec",
         "hal.ops.attention_checks": "AttentionCall MergeCall PlanCall",
         "hal.ops.kv_cache": "WriteKVCall",
+        "hal.ops.moe_activations": "ActivationCall",
+        "hal.ops.moe_checks": "MoeIndex",
+        "hal.ops.moe_fused": "FusedMoeCall",
+        "hal.ops.moe_gemm": "GroupGemmCall",
+        "hal.ops.moe_permute": "MoeIndexCall MoeRowsCall",
+        "hal.ops.moe_routing": "RouteCall",
         "hal.ops.plan": "DecodePlan PlanFacts",
         "hal.reasons": "Reason ReasonCode",
         "hal.registry": "hookimpl",
@@ -70,6 +82,7 @@ _EXPORTS = {
 __all__ = [
     "API_VERSION",
     "CONTRACT_VERSION",
+    "ActivationCall",
     "ArgumentError",
     "AttentionCall",
     "Backend",
@@ -82,12 +95,17 @@ __all__ = [
     "DeviceInfo",
     "Disabled",
     "FallbackError",
+    "FusedMoeCall",
+    "GroupGemmCall",
     "HalError",
     "Implementation",
     "KVCachePreference",
     "KVCacheSpec",
     "MergeCall",
     "ModelError",
+    "MoeIndex",
+    "MoeIndexCall",
+    "MoeRowsCall",
     "Package",
     "PlanCall",
     "PlanFacts",
@@ -97,6 +115,7 @@ __all__ = [
     "Report",
     "Requires",
     "ResolutionError",
+    "RouteCall",
     "Source",
     "Symbol",
     "TensorSpec",

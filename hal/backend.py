@@ -22,6 +22,11 @@ from hal.kv_cache import KVCacheSpec, kv_cache_spec
 from hal.ops import OPS, find_op
 from hal.ops.attention import FlashDecode, FlashPrefill, MergeStates, PlanDecode
 from hal.ops.kv_cache import WriteKV
+from hal.ops.moe_activations import GeluAndMul, SiluAndMul, SwigluOaiAndMul
+from hal.ops.moe_fused import FusedMoe
+from hal.ops.moe_gemm import GroupGemm
+from hal.ops.moe_permute import MoeCombine, MoeExpand, MoeIndexOp
+from hal.ops.moe_routing import Route, TopkSoftmax
 from hal.registry import Registry, discover
 from hal.report import Report
 from hal.resolve import Resolver
@@ -46,6 +51,16 @@ class Backend:
     merge_states: MergeStates
     plan_decode: PlanDecode
     write_kv: WriteKV
+    topk_softmax: TopkSoftmax
+    route: Route
+    moe_index: MoeIndexOp
+    moe_expand: MoeExpand
+    group_gemm: GroupGemm
+    silu_and_mul: SiluAndMul
+    gelu_and_mul: GeluAndMul
+    swiglu_oai_and_mul: SwigluOaiAndMul
+    moe_combine: MoeCombine
+    fused_moe: FusedMoe
     _resolver: Resolver
 
     def __init__(self, name: str, config: Config, registry: Registry, observe: Observer | None = None) -> None:

@@ -8,4 +8,4 @@ __version__ = "0.1.0"
 API_VERSION = 1
 
 #: Version of the op contracts (`hal.ops`): it rises whenever the meaning of an op changes.
-CONTRACT_VERSION = "1.0"
+CONTRACT_VERSION = "1.1"

@@ -36,6 +36,16 @@ class TensorSpec:
         return torch.full((span,), fill, device=device, dtype=torch.float32).to(self.dtype).as_strided(self.shape, self.strides)
 
 
+def _made(value: Any, device: torch.device, fill: int) -> Any:
+    """The value with every `TensorSpec`, also inside a tuple such as `hal.MoeIndex`, turned into a tensor."""
+    if isinstance(value, TensorSpec):
+        return value.make(device, fill)
+    if isinstance(value, tuple):
+        parts = [_made(part, device, fill) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return value
+
+
 def warmup(
     op: Op, function: Callable[..., Any], explain: Callable[..., Report], specs: Sequence[Mapping[str, Any]], device: DeviceInfo
 ) -> list[Report]:
@@ -47,7 +57,7 @@ def warmup(
             if name not in op.parameters.parameters:
                 known = op.parameters.parameters
                 raise ArgumentError("warmup", name, f"is no argument of {op.name}", ", ".join(known), nearest(name, known).strip())
-        call = {name: value.make(where, _FILL.get(name, 0)) if isinstance(value, TensorSpec) else value for name, value in spec.items()}
+        call = {name: _made(value, where, _FILL.get(name, 0)) for name, value in spec.items()}
         reports.append(explain(op.name, **call))
         function(**call)
     if device.type == "cuda":

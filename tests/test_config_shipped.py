@@ -12,13 +12,12 @@ import yaml
 
 from hal.config_file import read, shipped, shipped_path, vocabulary
 from hal.config_schema import Known, json_schema
+from hal.ops import OPS
 from hal.registry import Registry
 
 pytest_plugins = ("tests.fake_backends",)
 
-KNOWN = Known(
-    ("ixformer", "reference", "triton"), ("flash_decode", "flash_prefill", "merge_states", "plan_decode", "write_kv"), ("ixformer", "triton")
-)
+KNOWN = Known(("ixformer", "reference", "triton"), tuple(OPS), ("ixformer", "triton"))
 
 
 @pytest.mark.parametrize("name", shipped())

@@ -15,7 +15,13 @@
 | `waivers`       | known deviations, with reasons and links                          |
 | `report`        | JSON and Markdown                                                 |
 | `subject`       | the backend under test, observed                                  |
-| `oracle`        | the ops in naive float64                                          |
+| `oracle`        | attention and cache writes in naive float64                       |
+| `moe_oracle`    | routing and the expert pipeline in naive float64                  |
+| `moe_judge`     | results of routing and of the pipeline against that               |
+| `moe_inputs`    | expert-pipeline calls as data, and their arguments, poisoned      |
+| `moe_cases`     | the tables of expert-pipeline cases                               |
+| `routing_inputs`| sizes and bad rows for routing                                    |
+| `tensors`       | the tensors among arguments, also inside tuples                   |
 | `quantised`     | what a quantised element must be                                  |
 | `caches`        | paged caches in every layout and stride, poisoned                 |
 | `inputs`        | a case -> the arguments of a call                                 |
@@ -31,4 +37,4 @@ from __future__ import annotations
 __all__ = ["SUITE_VERSION"]
 
 #: Version of the suite: it rises whenever a backend that passed may fail.
-SUITE_VERSION = "1.1"
+SUITE_VERSION = "1.2"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["LSE", "OUTPUT", "Tolerance", "assert_same_bits", "close"]
+__all__ = ["LSE", "OUTPUT", "QUANTISED_ROWS", "REQUANTISED_ROWS", "ROUTER_WEIGHTS", "Tolerance", "assert_same_bits", "close"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,15 @@ LSE = {
     torch.float32: Tolerance(2e-5, "as outputs"),
     torch.float16: Tolerance(5e-4, "products of fp16 are exact in fp32; leaves room for q scaled in its own dtype"),
     torch.bfloat16: Tolerance(1e-3, "products of bf16 are exact in fp32; leaves room for q scaled in its own dtype"),
+}
+#: Router weights are fp32 whatever the logits' dtype; relative to the largest weight of the row.
+ROUTER_WEIGHTS = Tolerance(2e-5, "fp32 from the load of the logits on")
+#: Where the op itself quantises rows, whatever the dtype of its result.
+QUANTISED_ROWS = Tolerance(2e-2, "a value in the middle between two codes may take either, and the result is rounded to 16 bits")
+#: Where it also quantises what came of that, per dtype of the experts.
+REQUANTISED_ROWS = {
+    torch.int8: Tolerance(2e-2, "as for one quantisation: steps of int8 are small"),
+    torch.float8_e4m3fn: Tolerance(8e-2, "another code in x may move the scale of an intermediate row and with it all its codes, each by up to 2^-4"),
 }
 
 

@@ -15,17 +15,29 @@ from torch import Tensor
 from hal.conformance import oracle
 from hal.conformance.compare import LSE, OUTPUT, assert_same_bits, close
 from hal.conformance.inputs import Built
+from hal.conformance.moe_judge import JUDGES
 from hal.conformance.outcomes import Refused
+from hal.conformance.tensors import mapped, tensors
 from hal.errors import ResolutionError
 from hal.ops import OPS
 from hal.report import Report
 
 __all__ = ["Subject"]
 
-#: Arguments that an op writes.
-WRITTEN = {"flash_decode": ("out", "lse"), "flash_prefill": ("out", "lse"), "merge_states": ("out", "lse"), "write_kv": ("k_cache", "v_cache")}
+_ROUTED = ("weights", "ids")
+#: Arguments that an op writes, in the order of its results; `out` alone where it is not listed.
+WRITTEN = {
+    "flash_decode": ("out", "lse"),
+    "flash_prefill": ("out", "lse"),
+    "merge_states": ("out", "lse"),
+    "write_kv": ("k_cache", "v_cache"),
+    "topk_softmax": _ROUTED,
+    "route": _ROUTED,
+    "moe_index": ("out.0", "out.1", "out.2"),
+}
 _ORACLES = {"flash_decode": oracle.flash_decode, "flash_prefill": oracle.flash_prefill, "merge_states": oracle.merge_states}
 _QUERY = {"flash_decode": "q", "flash_prefill": "q", "merge_states": "out_a"}
+_RESULT = "the result"
 _PER_CALL_CODES = {"DTYPE", "SHAPE", "LAYOUT", "FEATURE"}
 
 
@@ -41,9 +53,9 @@ class _Record:
 
 def _nearby(args: dict[str, Any]) -> dict[str, Any]:
     """The arguments on the CPU, where thousands of tiny steps are cheap, unless they are too large to move."""
-    if sum(t.numel() for t in args.values() if isinstance(t, Tensor)) > 2**24:
+    if sum(t.numel() for t in tensors(args).values()) > 2**24:
         return args
-    return {name: t.cpu() if isinstance(t, Tensor) else t for name, t in args.items()}
+    return mapped(args, Tensor.cpu)
 
 
 @contextmanager
@@ -147,7 +159,8 @@ class Subject:
             return self._call_target(op, args, validate)
         backend, before = self.backend(validate), len(self._entries)
         foretold: Report = backend.explain(op, **args)
-        snapshot = {n: t.clone() for n, t in args.items() if isinstance(t, Tensor)} if frozen else {}
+        given = tensors(args)
+        snapshot = {n: t.clone() for n, t in given.items()} if frozen else {}
         try:
             result = getattr(backend, op)(**args)
         except ResolutionError as error:
@@ -159,10 +172,10 @@ class Subject:
         if (op, self.name) not in entries or any(who != self.name for _, who in entries):
             raise AssertionError(f"{op}: the implementations entered were {entries}, not those of {self.name!r} alone")
         self.record.entered += 1
-        written = WRITTEN.get(op, ())
+        written = WRITTEN.get(op, ("out",))
         for name in snapshot:
             if name not in written and not (op == "write_kv" and name in ("k_scale", "v_scale")):
-                assert_same_bits(f"{op}: input `{name}` after the call", args[name], snapshot[name])
+                assert_same_bits(f"{op}: input `{name}` after the call", given[name], snapshot[name])
         self._check_outputs(op, args, result)
         return result
 
@@ -195,8 +208,9 @@ class Subject:
             raise AssertionError(f"{op} was refused without a reason: {foretold}") from error
         if error.report is None or self._under_test(error.report).reasons != reasons:
             raise AssertionError(f"{op}: the error gives other reasons than explain gave before: {error} / {foretold}") from error
+        given = tensors(args)
         for name, kept in snapshot.items():
-            assert_same_bits(f"{op}: `{name}` after a refusal", args[name], kept)
+            assert_same_bits(f"{op}: `{name}` after a refusal", given[name], kept)
 
     def _check_outputs(self, op: str, args: dict[str, Any], result: Any) -> None:
         bound = OPS[op].bind((), args)
@@ -204,12 +218,13 @@ class Subject:
         if not expected:
             return
         outputs = result if isinstance(result, tuple) else (result,)
+        passed, written = tensors(vars(bound)), WRITTEN.get(op, ("out",))
         if len(outputs) != len(expected):
             raise AssertionError(f"{op}: {len(outputs)} outputs, the contract has {len(expected)}")
         for index, (got, meta) in enumerate(zip(outputs, expected, strict=True)):
             if tuple(got.shape) != meta.shape or got.dtype != meta.dtype or got.device != self._device_of(args):
                 raise AssertionError(f"{op}: output {index} is {tuple(got.shape)} {got.dtype} on {got.device}, the contract has {meta}")
-            given = getattr(bound, ("out", "lse")[index], None)
+            given = passed.get(written[index])
             if given is not None and (got.data_ptr() != given.data_ptr() or got.stride() != given.stride()):
                 raise AssertionError(f"{op}: output {index} is not the tensor that was passed in")
 
@@ -217,7 +232,7 @@ class Subject:
         return next(t.device for t in args.values() if isinstance(t, Tensor))
 
     def verify(self, op: str, built: Built | dict[str, Any], validate: str = "first", frozen: bool = True) -> Any:
-        """Make one call and compare its results with the oracle; returns them as (out, lse or None)."""
+        """Make one call and compare its results with the oracle; returns them, those of attention as (out, lse or None)."""
         built = built if isinstance(built, Built) else Built(built)
         around = {name: (buffer, buffer.clone()) for name, buffer in built.buffers.items()}
         result = self.call(op, built.args, validate, frozen)
@@ -227,6 +242,9 @@ class Subject:
             inside.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(True)
             outside = ~inside.view(buffer.shape)
             assert_same_bits(f"{op}: memory around `{name}`", buffer[outside], kept[outside])
+        if op in JUDGES:
+            self.expect_moe(op, built.args, result)
+            return result
         bound = vars(OPS[op].bind((), built.args))
         out, lse = (*result, None)[:2] if isinstance(result, tuple) else (result, bound["lse"])
         self.expect(op, built.args, out, lse)
@@ -238,6 +256,13 @@ class Subject:
         with _one_thread():
             expected_out, expected_lse = _ORACLES[op](_nearby(bound))
         self.compare(bound[_QUERY[op]].dtype, out, expected_out, lse, expected_lse)
+
+    def expect_moe(self, op: str, args: dict[str, Any], result: Any) -> None:
+        """Compare the result of a routing or expert op, made by a call or otherwise, with the oracle."""
+        near = _nearby({_RESULT: result, **vars(OPS[op].bind((), args))})
+        result = near.pop(_RESULT)
+        with _one_thread():
+            self.note_error(JUDGES[op](near, result))
 
     def compare(self, dtype: torch.dtype, out: Tensor, expected_out: Tensor, lse: Tensor | None = None, expected_lse: Tensor | None = None) -> None:
         """Compare results with float64 ones at the tolerances of `dtype`."""

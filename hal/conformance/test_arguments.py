@@ -12,11 +12,14 @@ from torch import Tensor
 from hal.conformance.cases import Attention
 from hal.conformance.compare import assert_same_bits
 from hal.conformance.inputs import build_decode, build_prefill
+from hal.conformance.moe_inputs import Moe, build_moe, gemm_args, index_of
 from hal.conformance.subject import WRITTEN, Subject
+from hal.conformance.tensors import mapped, tensors
 from hal.conformance.test_decode import plan_facts
 from hal.conformance.test_merge import states
 from hal.conformance.test_write import make as make_write
 from hal.errors import ArgumentError
+from hal.ops.moe_checks import MoeIndex
 
 pytestmark = pytest.mark.hal_no_entry
 
@@ -39,7 +42,66 @@ def _plan(subject: Subject) -> dict[str, Any]:
     return plan_facts(_decode(subject))
 
 
-_CALLS = {"flash_decode": _decode, "flash_prefill": _prefill, "merge_states": states, "write_kv": _write, "plan_decode": _plan}
+def _topk(subject: Subject) -> dict[str, Any]:
+    device = subject.device
+    outputs = {"weights": torch.full((5, 2), torch.nan, device=device), "ids": torch.full((5, 2), -77, dtype=torch.int32, device=device)}
+    return {"logits": torch.randn(5, 8, generator=subject.generator()).to(device), "top_k": 2, **outputs}
+
+
+def _route(subject: Subject) -> dict[str, Any]:
+    bias = torch.zeros(8, device=subject.device)
+    return _topk(subject) | {"num_groups": 4, "top_groups": 2, "correction_bias": bias}
+
+
+_IDS = [[0, 2], [1, 1], [-1, 2], [5, 0]]
+
+
+def _index(subject: Subject) -> dict[str, Any]:
+    out = MoeIndex(*(torch.full((n,), -77, dtype=torch.int32, device=subject.device) for n in (8, 8, 3)))
+    return {"ids": torch.tensor(_IDS, dtype=torch.int32, device=subject.device), "num_experts": 3, "out": out}
+
+
+def _expand(subject: Subject) -> dict[str, Any]:
+    x = torch.randn(4, 16, generator=subject.generator()).to(subject.device)
+    index = index_of(_index(subject)["ids"], 3)
+    return {"x": x, "index": index, "out": torch.full((8, 16), torch.nan, device=subject.device)}
+
+
+def _combine(subject: Subject) -> dict[str, Any]:
+    y = torch.randn(8, 16, generator=subject.generator()).to(subject.device)
+    out = torch.full((4, 16), torch.nan, device=subject.device)
+    return {"y": y, "weights": torch.ones(4, 2, device=subject.device), "index": _expand(subject)["index"], "residual": y[:4] * 2, "out": out}
+
+
+def _gemm(subject: Subject) -> dict[str, Any]:
+    return gemm_args(Moe("call", biases=True), [3, 0, 4], subject.generator(), subject.device).args
+
+
+def _activation(subject: Subject) -> dict[str, Any]:
+    x = torch.randn(4, 16, generator=subject.generator()).to(subject.device)
+    return {"x": x, "out": torch.full((4, 8), torch.nan, device=subject.device)}
+
+
+def _fused(subject: Subject) -> dict[str, Any]:
+    return build_moe(Moe("call", biases=True), subject.generator(), subject.device).args
+
+
+_ACTIVATIONS = ("silu_and_mul", "gelu_and_mul", "swiglu_oai_and_mul")
+_CALLS: dict[str, Callable[[Subject], dict[str, Any]]] = {
+    "flash_decode": _decode,
+    "flash_prefill": _prefill,
+    "merge_states": states,
+    "write_kv": _write,
+    "plan_decode": _plan,
+    "topk_softmax": _topk,
+    "route": _route,
+    "moe_index": _index,
+    "moe_expand": _expand,
+    "group_gemm": _gemm,
+    **dict.fromkeys(_ACTIVATIONS, _activation),
+    "moe_combine": _combine,
+    "fused_moe": _fused,
+}
 
 
 def _const(value: Any) -> Change:
@@ -114,7 +176,191 @@ _ATTENTION: tuple[tuple[str, str, Change], ...] = (
     ("return_lse", "number", _const(1)),
     ("batch_invariant", "text", _const("yes")),
 )
+_ROUTED: tuple[tuple[str, str, Change], ...] = (
+    ("logits", "3d", _double_dims),
+    ("logits", "int", _to(torch.int32)),
+    ("logits", "float64", _to(torch.float64)),
+    ("logits", "strides", _spread),
+    ("logits", "grad", _needs_grad),
+    ("logits", "no-experts", lambda old: old[:, :0]),
+    ("logits", "not-a-tensor", _const([[1.0]])),
+    ("top_k", "zero", _const(0)),
+    ("top_k", "above-experts", _const(9)),
+    ("top_k", "float", _const(2.0)),
+    ("top_k", "flag", _const(True)),
+    ("renormalize", "number", _const(1)),
+    ("weights", "shape", _cut),
+    ("weights", "dtype", _to(torch.bfloat16)),
+    ("weights", "device", _elsewhere),
+    ("weights", "overlap", _overlapping),
+    ("weights", "strides", _spread),
+    ("ids", "shape", lambda old: old[:, :1]),
+    ("ids", "int64", _to(torch.int64)),
+    ("ids", "strides", _spread),
+)
+_ACTIVATED: tuple[tuple[str, str, Change], ...] = (
+    ("x", "3d", _double_dims),
+    ("x", "int", _to(torch.int32)),
+    ("x", "strides", _spread),
+    ("x", "grad", _needs_grad),
+    ("x", "odd", lambda old: old[:, :15]),
+    ("x", "empty", lambda old: old[:, :0]),
+    ("gate_up", "unknown", _const("gate_first")),
+    ("out", "shape", _cut),
+    ("out", "dtype", _to(torch.bfloat16)),
+    ("out", "overlap", _overlapping),
+)
+
+
+def _part(name: str, change: Change) -> Change:
+    """Change one tensor of an index."""
+    return lambda old: old._replace(**{name: change(getattr(old, name))})
+
+
 _TABLE: dict[str, tuple[tuple[str, str, Change], ...]] = {
+    "topk_softmax": _ROUTED,
+    "route": (
+        *_ROUTED,
+        ("top_k", "above-groups", _const(5)),
+        ("scoring", "unknown", _const("tanh")),
+        ("correction_bias", "shape", _cut),
+        ("correction_bias", "dtype", _to(torch.bfloat16)),
+        ("correction_bias", "device", _elsewhere),
+        ("correction_bias", "grad", _needs_grad),
+        ("num_groups", "zero", _const(0)),
+        ("num_groups", "no-divisor", _const(3)),
+        ("top_groups", "zero", _const(0)),
+        ("top_groups", "above-groups", _const(5)),
+        ("top_groups", "flag", _const(True)),
+        ("group_score", "unknown", _const("sum")),
+        ("scale", "nan", _const(float("nan"))),
+        ("scale", "text", _const("1")),
+    ),
+    "moe_index": (
+        ("ids", "int64", _to(torch.int64)),
+        ("ids", "1d", lambda old: old[0]),
+        ("ids", "no-slots", lambda old: old[:, :0]),
+        ("ids", "strides", _spread),
+        ("num_experts", "negative", _const(-1)),
+        ("num_experts", "float", _const(3.0)),
+        ("expert_range", "list", _const([0, 3])),
+        ("expert_range", "backwards", _const((2, 1))),
+        ("expert_range", "beyond", _const((0, 4))),
+        ("expert_range", "negative", _const((-1, 2))),
+        ("expert_range", "three", _const((0, 1, 2))),
+        ("expert_map", "shape", _like_query(4, dtype=torch.int32)),
+        ("expert_map", "int64", _like_query(3, dtype=torch.int64)),
+        ("num_local_experts", "other", _const(2)),
+        ("out", "tuple", lambda old: tuple(old)),
+        ("out", "short", _part("dst_to_src", _cut)),
+        ("out", "int64", _part("expert_sizes", _to(torch.int64))),
+        ("out", "overlap", _part("src_to_dst", _overlapping)),
+    ),
+    "moe_expand": (
+        ("x", "1d", lambda old: old[0]),
+        ("x", "int", _to(torch.int32)),
+        ("x", "strides", _spread),
+        ("x", "grad", _needs_grad),
+        ("index", "tuple", lambda old: tuple(old)),
+        ("index", "none", _const(None)),
+        ("index", "slots", lambda old: MoeIndex(old.dst_to_src[:7], old.src_to_dst[:7], old.expert_sizes)),
+        ("index", "unequal", _part("src_to_dst", _cut)),
+        ("index", "int64", _part("dst_to_src", _to(torch.int64))),
+        ("index", "device", _part("expert_sizes", _elsewhere)),
+        ("out", "shape", _cut),
+        ("out", "dtype", _to(torch.float16)),
+        ("out", "overlap", _overlapping),
+    ),
+    "group_gemm": (
+        ("x", "1d", lambda old: old[0]),
+        ("x", "dtype", _to(torch.bfloat16)),
+        ("x", "int8", _to(torch.int8)),
+        ("x", "strides", _spread),
+        ("x", "grad", _needs_grad),
+        ("weight", "2d", lambda old: old[0]),
+        ("weight", "inputs", _narrow),
+        ("weight", "int32", _to(torch.int32)),
+        ("weight", "strides", lambda old: old.repeat_interleave(2, 1).repeat_interleave(2, 2)[:, ::2, ::2]),
+        ("weight", "grad", _needs_grad),
+        ("expert_sizes", "int64", _to(torch.int64)),
+        ("expert_sizes", "shape", _cut),
+        ("expert_sizes", "device", _elsewhere),
+        ("bias", "shape", _cut),
+        ("bias", "int", _to(torch.int32)),
+        ("w_scales", "unquantised", _like_query(3)),
+        ("x_scales", "unquantised", _like_query(7)),
+        ("out", "shape", _cut),
+        ("out", "dtype", _to(torch.bfloat16)),
+        ("out", "overlap", _overlapping),
+    ),
+    **dict.fromkeys(_ACTIVATIONS, _ACTIVATED),
+    "gelu_and_mul": (*_ACTIVATED, ("approximate", "unknown", _const("erf"))),
+    "swiglu_oai_and_mul": (*_ACTIVATED, ("alpha", "nan", _const(float("nan"))), ("limit", "zero", _const(0.0)), ("limit", "none", _const(None))),
+    "moe_combine": (
+        ("y", "rows", _cut),
+        ("y", "int", _to(torch.int32)),
+        ("y", "strides", _spread),
+        ("y", "grad", _needs_grad),
+        ("weights", "dtype", _to(torch.bfloat16)),
+        ("weights", "1d", lambda old: old[0]),
+        ("weights", "device", _elsewhere),
+        ("index", "slots", _part("src_to_dst", _cut)),
+        ("index", "list", lambda old: list(old)),
+        ("residual", "shape", _cut),
+        ("residual", "dtype", _to(torch.float16)),
+        ("scale", "nan", _const(float("nan"))),
+        ("out", "shape", _cut),
+        ("out", "dtype", _to(torch.float16)),
+        ("out", "overlap", _overlapping),
+    ),
+    "fused_moe": (
+        ("x", "3d", _double_dims),
+        ("x", "dtype", _to(torch.bfloat16)),
+        ("x", "int8", _to(torch.int8)),
+        ("x", "strides", _spread),
+        ("x", "grad", _needs_grad),
+        ("w_gate_up", "hidden", _narrow),
+        ("w_gate_up", "2d", lambda old: old[0]),
+        ("w_gate_up", "odd", lambda old: old[:, :-1]),
+        ("w_gate_up", "int32", _to(torch.int32)),
+        ("w_gate_up", "strides", lambda old: old.repeat_interleave(2, 1).repeat_interleave(2, 2)[:, ::2, ::2]),
+        ("w_gate_up", "grad", _needs_grad),
+        ("w_down", "experts", _cut),
+        ("w_down", "turned", lambda old: old.transpose(1, 2)),
+        ("w_down", "dtype", _to(torch.float16)),
+        ("w_down", "device", _elsewhere),
+        ("weights", "shape", _cut),
+        ("weights", "dtype", _to(torch.bfloat16)),
+        ("weights", "strides", _spread),
+        ("ids", "int64", _to(torch.int64)),
+        ("ids", "rows", _cut),
+        ("ids", "1d", lambda old: old[0]),
+        ("activation", "unknown", _const("relu")),
+        ("gate_up", "unknown", _const("up_first")),
+        ("b_gate_up", "shape", _narrow),
+        ("b_down", "int", _to(torch.int32)),
+        ("w_scales", "unquantised", _const((torch.ones(6), torch.ones(6)))),
+        ("w_scales", "one", _like_query(6)),
+        ("x_scales", "unquantised", _like_query(7)),
+        ("alpha", "with-silu", _const(1.702)),
+        ("limit", "zero", _const(0.0)),
+        ("limit", "text", _const("7")),
+        ("num_experts", "other", _const(7)),
+        ("num_experts", "flag", _const(True)),
+        ("expert_range", "size", _const((0, 5))),
+        ("expert_range", "list", _const([0, 6])),
+        ("expert_range", "negative", _const((-6, 0))),
+        ("expert_map", "int64", _like_query(6, dtype=torch.int64)),
+        ("expert_map", "2d", _like_query(6, 1, dtype=torch.int32)),
+        ("weight_on_input", "number", _const(1)),
+        ("num_valid_tokens", "int", _const(3)),
+        ("num_valid_tokens", "shape", _like_query(2, dtype=torch.int32)),
+        ("num_valid_tokens", "int64", _like_query(1, dtype=torch.int64)),
+        ("out", "shape", _cut),
+        ("out", "dtype", _to(torch.bfloat16)),
+        ("out", "overlap", _overlapping),
+        ("out", "strides", _spread),
+    ),
     "flash_decode": (
         *_ATTENTION,
         ("q", "rows", _cut),
@@ -200,7 +446,8 @@ _CASES = [
 
 def expect_error(subject: Subject, op: str, args: dict[str, Any], argument: str) -> None:
     """Check that a call raises ArgumentError for `argument`, enters nothing and writes nothing, and that explain agrees."""
-    kept = {name: args[name].clone() for name in WRITTEN.get(op, ()) if isinstance(args.get(name), Tensor)}
+    given = tensors(args)
+    kept = {name: given[name].clone() for name in WRITTEN.get(op, ("out",)) if name in given}
     entered = subject.entries
     with pytest.raises(ArgumentError) as caught:
         getattr(subject.backend(), op)(**args)
@@ -212,7 +459,7 @@ def expect_error(subject: Subject, op: str, args: dict[str, Any], argument: str)
     assert subject.entries == entered, "an implementation was entered"
     for name, before in kept.items():
         if before.device.type != "meta":
-            assert_same_bits(f"`{name}` after an error", args[name].detach(), before.detach())
+            assert_same_bits(f"`{name}` after an error", given[name].detach(), before.detach())
 
 
 @pytest.mark.parametrize(("op", "argument", "change"), _CASES)
@@ -237,6 +484,59 @@ def test_int8_needs_scales(hal_subject: Subject, argument: str) -> None:
     expect_error(hal_subject, "flash_decode", args | {argument: None}, argument)
     expect_error(hal_subject, "flash_decode", args | {argument: torch.ones(7, device=hal_subject.device)}, argument)
     expect_error(hal_subject, "flash_decode", args | {argument: torch.ones(2, dtype=torch.float16, device=hal_subject.device)}, argument)
+
+
+_QUANTISED_CALLS = (
+    ("group_gemm", "w_scales", None),
+    ("group_gemm", "w_scales", torch.ones(7)),
+    ("group_gemm", "w_scales", torch.ones(3, 48, dtype=torch.float16)),
+    ("group_gemm", "w_scales", torch.ones(3, 48, 1)),
+    ("group_gemm", "x_scales", None),
+    ("group_gemm", "x_scales", torch.ones(7, 1)),
+    ("group_gemm", "x_scales", torch.ones(6)),
+    ("group_gemm", "out", torch.ones(7, 48, dtype=torch.int8)),
+    ("fused_moe", "w_scales", None),
+    ("fused_moe", "w_scales", (torch.ones(6), None)),
+    ("fused_moe", "w_scales", (torch.ones(6), torch.ones(6, 32))),
+    ("fused_moe", "w_scales", (torch.ones(6, 47), torch.ones(6, 32))),
+    ("fused_moe", "x_scales", None),
+    ("fused_moe", "x_scales", torch.ones(7, 1)),
+)
+
+
+@pytest.mark.parametrize(
+    ("op", "argument", "value"),
+    [pytest.param(*call, id=f"{call[0]}-{call[1]}-{i}", marks=pytest.mark.hal_op(call[0])) for i, call in enumerate(_QUANTISED_CALLS)],
+)
+@pytest.mark.parametrize("dtype", ["int8", "e4m3"])
+def test_quantised_experts_need_fitting_scales(hal_subject: Subject, op: str, argument: str, value: Any, dtype: str) -> None:
+    hal_subject.require(op)
+    case = Moe("call", quantised=dtype, x_quantised=True)
+    built = gemm_args(case, [3, 0, 4], hal_subject.generator(), hal_subject.device) if op == "group_gemm" else None
+    args = (built or build_moe(case, hal_subject.generator(), hal_subject.device)).args
+    expect_error(hal_subject, op, args | mapped({argument: value}, lambda t: t.to(hal_subject.device)), argument)
+
+
+@pytest.mark.hal_op("fused_moe")
+def test_placements_exclude_each_other(hal_subject: Subject) -> None:
+    hal_subject.require("fused_moe")
+    args = _fused(hal_subject) | {"expert_range": (0, 6), "expert_map": torch.zeros(6, dtype=torch.int32, device=hal_subject.device)}
+    expect_error(hal_subject, "fused_moe", args, "expert_map")
+
+
+@pytest.mark.hal_op("moe_index")
+def test_map_needs_a_number_of_experts(hal_subject: Subject) -> None:
+    hal_subject.require("moe_index")
+    args = _index(hal_subject) | {"expert_map": torch.zeros(3, dtype=torch.int32, device=hal_subject.device)}
+    expect_error(hal_subject, "moe_index", args, "num_local_experts")
+
+
+@pytest.mark.hal_op("fused_moe")
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+def test_numbers_of_other_activations(hal_subject: Subject, activation: str) -> None:
+    hal_subject.require("fused_moe")
+    for argument in ("alpha", "limit"):
+        expect_error(hal_subject, "fused_moe", _fused(hal_subject) | {"activation": activation, argument: 2.0}, argument)
 
 
 def _ints(values: list[int]) -> Tensor:
@@ -264,6 +564,8 @@ _VALUES = (
     ("flash_prefill", "max_q_len", "too-small", _const(3)),
     ("flash_prefill", "seq_lens", "negative", _set((0,), -5)),
     ("plan_decode", "seq_lens", "beyond-maximum", _set((0,), 10_000)),
+    ("group_gemm", "expert_sizes", "negative", _set((1,), -1)),
+    ("group_gemm", "expert_sizes", "beyond-rows", _set((1,), 1)),
 )
 
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hal.backends import reference_attention, reference_core, reference_views
+from hal.backends import reference_attention, reference_products, reference_views
 from hal.backends.reference_attention import flash_decode, flash_prefill
+from tests.backends.host_reads import NoHostReads
 from tests.backends.reference_cases import FP8, ORDER, TOLERANCE, Case, check, naive, offsets, tree_of
 
 E4M3, E5M2 = FP8
@@ -212,16 +213,6 @@ def test_random_calls(seed: int) -> None:
     assert (got[0].dtype, got[1].dtype, plain.dtype) == (case.dtype, torch.float32, case.dtype)
 
 
-class NoHostReads(TorchDispatchMode):
-    """Raises where an accelerator would wait for the host."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert not any(word in str(func) for word in ("_local_scalar_dense", "nonzero", "masked_select", "unique")), func
-        if str(func).startswith(("aten.index.", "aten.index_put")):
-            assert not any(index is not None and index.dtype == torch.bool for index in args[1]), func
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("seed", range(100, 120))
 def test_accelerator_path_reads_no_values(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (reference_attention, reference_views):
@@ -310,11 +301,11 @@ def test_never_copies_the_cache(features: dict[str, Any], in_order: bool) -> Non
 
 def test_products_keep_fp32_accuracy_with_tf32_operands() -> None:
     def tf32(a: Tensor, b: Tensor) -> Tensor:
-        return reference_core._tf32_part(a) @ reference_core._tf32_part(b)
+        return reference_products.tf32_part(a) @ reference_products.tf32_part(b)
 
     a, b = torch.randn(3, 40, 64), torch.randn(3, 64, 50)
     b[0, 0, 0] = math.inf
-    exact, got = a.double() @ b.double(), reference_core._split_product(a, b, tf32)
+    exact, got = a.double() @ b.double(), reference_products.split_product(a, b, tf32)
     finite = exact.isfinite()
     assert torch.equal(got[~finite], exact[~finite].float())
     assert (got - exact)[finite].abs().max() <= 2e-6 * exact[finite].abs().max()
