@@ -56,7 +56,7 @@ class Repeats:
         return True
 
     def remember(self, form: Hashable, compiled: Any, arguments: Sequence[Any], programs: int, *, pdl: bool) -> None:
-        """Keep a launch; nothing where it cannot be repeated directly.
+        """Keep a launch; nothing where it cannot be repeated directly, as on AMD.
 
         Args:
             form: of the call.
@@ -66,7 +66,7 @@ class Repeats:
             pdl: whether it took part in programmatic dependent launch.
         """
         tensors = [a for a in arguments if isinstance(a, Tensor)]
-        if not can_launch_directly(compiled) or any(t.data_ptr() & 15 for t in tensors):
+        if torch.version.hip is not None or not can_launch_directly(compiled) or any(t.data_ptr() & 15 for t in tensors):
             return
         if len(self._known) >= _MOST_FORMS:
             self._known.clear()

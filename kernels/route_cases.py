@@ -57,9 +57,9 @@ _V3 = _Call(256, 8, groups=(8, 4), sigmoid=True, renormalize=True, top2=True, bi
 _V2 = _Call(160, 6, groups=(8, 3))
 _FEW = (
     *(_Call(8, 2), _Call(60, 4), _Call(128, 8), _Call(128, 8, renormalize=True), _Call(128, 8, tokens=8192), _Call(256, 8), _Call(512, 10)),
-    *(_Call(512, 10, tokens=8192), _Call(1024, 64), _Call(384, 8, sigmoid=True, renormalize=True, bias=True), _V2, _V3),
+    *(_Call(512, 10, tokens=8192), _Call(1024, 256), _Call(384, 8, sigmoid=True, renormalize=True, bias=True), _V2, _V3),
 )
-_MANY = (_Call(2048, 8), _Call(2048, 8, sigmoid=True, bias=True), _Call(4096, 8, groups=(8, 4), top2=True), _Call(128, 128))
+_MANY = (_Call(2048, 8), _Call(2048, 8, sigmoid=True, bias=True), _Call(4096, 8, groups=(8, 4), top2=True), _Call(512, 512))
 
 
 def compile_cases() -> list[CompileCase]:

@@ -23,7 +23,7 @@ __all__ = ["MOST_CHOSEN", "MOST_EXPERTS", "best_groups", "route_kernel"]
 #: Experts whose keys the registers of one warp hold, padded.
 MOST_EXPERTS = 1024
 #: k up to which the registers hold a row's results.
-MOST_CHOSEN = 64
+MOST_CHOSEN = 256
 
 
 @triton.jit
