@@ -1,0 +1,45 @@
+"""Choices of speed of the routing kernel, as data. None changes a result beyond the rounding of softmax's sum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+__all__ = ["RouteConfig", "route_config"]
+
+
+@dataclass(frozen=True)
+class RouteConfig:
+    """How the routing kernel runs.
+
+    Attributes:
+        vec: most neighbouring experts that a lane holds and loads together.
+        rows: rows of a program.
+        packed: how keys that leave no room for the id (see `hal.kernels.route_keys`) break ties: 64, packed into 64
+            bits, or 0, by a second search.
+        unroll: experts that are chosen in a straight line of code.
+        early: let the next kernel be placed before this one's wait, not after it.
+    """
+
+    vec: int
+    rows: int
+    packed: int = 0
+    unroll: int = 16
+    early: bool = False
+
+
+#: (most experts, padded; whether groups are left out; most tokens) -> config.
+_ROUTE: dict[tuple[int, bool, int], RouteConfig] = {
+    (16, False, 1 << 62): RouteConfig(8, 32),
+    (256, False, 2048): RouteConfig(1, 1),
+    (256, False, 1 << 62): RouteConfig(1, 4),
+    (1024, False, 2048): RouteConfig(8, 1),
+    (1024, False, 1 << 62): RouteConfig(8, 2),
+    (1024, True, 1 << 62): RouteConfig(8, 1),
+}
+
+
+@cache
+def route_config(experts: int, grouped: bool, tokens: int) -> RouteConfig:
+    """Return the config for `tokens` rows of `experts` experts (padding included), some groups left out if `grouped`."""
+    return next(config for (most, of_groups, rows), config in _ROUTE.items() if experts <= most and grouped == of_groups and tokens <= rows)
