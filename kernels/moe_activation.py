@@ -41,7 +41,7 @@ def activate(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "gelu":
         result = 0.5 * gate * (1.0 + tl.erf(gate * _SQRT_HALF)) * up
     elif ACTIVATION == "gelu_tanh":
-        result = 0.5 * gate * (1.0 + apply_tanh(_SQRT_TWO_OVER_PI * (gate + 0.044715 * gate * gate * gate))) * up
+        result = 0.5 * gate * (1.0 + apply_tanh((gate + 0.044715 * gate * gate * gate) * _SQRT_TWO_OVER_PI)) * up
     else:
         tl.static_assert(ACTIVATION == "swiglu_oai")
         result = gate * tl.sigmoid(alpha * gate) * (up + 1.0)

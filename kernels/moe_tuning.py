@@ -13,7 +13,18 @@ import torch
 
 from hal.kernels.tuning import is_hopper
 
-__all__ = ["GemmConfig", "MoeConfig", "SlotConfig", "SlotPath", "moe_config", "multiprocessors", "row_blocks", "slot_path"]
+__all__ = [
+    "EXPERT_CONFIGS",
+    "SLOT_CONFIGS",
+    "GemmConfig",
+    "MoeConfig",
+    "SlotConfig",
+    "SlotPath",
+    "moe_config",
+    "multiprocessors",
+    "row_blocks",
+    "slot_path",
+]
 
 
 @dataclass(frozen=True)
@@ -80,7 +91,7 @@ class SlotPath:
 
 
 #: (kind of device, bytes of an element) -> ((most rows of an expert on average, config), ...); the last serves all others.
-_EXPERTS: dict[tuple[str, int], tuple[tuple[float, MoeConfig], ...]] = {
+EXPERT_CONFIGS: dict[tuple[str, int], tuple[tuple[float, MoeConfig], ...]] = {
     ("hopper", 2): (
         (8, MoeConfig(16, GemmConfig(128, 128, 4, 4, swap=True), GemmConfig(64, 128, 4, 4, swap=True))),
         (20, MoeConfig(32, GemmConfig(128, 128, 4, 4, swap=True), GemmConfig(128, 128, 4, 4, swap=True))),
@@ -100,7 +111,7 @@ _EXPERTS: dict[tuple[str, int], tuple[tuple[float, MoeConfig], ...]] = {
 }
 
 #: (bytes of an element, K contiguous) -> config of the kernels for few tokens.
-_SLOTS: dict[tuple[int, bool], SlotPath] = {
+SLOT_CONFIGS: dict[tuple[int, bool], SlotPath] = {
     (2, True): SlotPath(SlotConfig(4, 1024, 4), SlotConfig(4, 1024, 4)),
     (2, False): SlotPath(SlotConfig(32, 64, 4), SlotConfig(64, 64, 4, prefetch=False)),
     (4, True): SlotPath(SlotConfig(4, 512, 4), SlotConfig(4, 512, 4)),
@@ -132,7 +143,7 @@ def moe_config(device: torch.device, element_bytes: int, slots: int, experts: in
     """
     kind = "hopper" if is_hopper(device) and element_bytes == 2 else "other"
     rows = slots / max(1, min(experts, slots))
-    table = _EXPERTS[kind, element_bytes]
+    table = EXPERT_CONFIGS[kind, element_bytes]
     return next((config for most, config in table if rows <= most), table[-1][1])
 
 
@@ -150,7 +161,7 @@ def slot_path(tokens: int, top_k: int, experts: int, element_bytes: int, k_inner
         return None
     # Expected share of slots whose expert an earlier slot has; choices of one token differ.
     shared = (tokens - 1) * top_k / (2 * max(1, experts))
-    return _SLOTS[element_bytes, k_inner] if shared <= _SLOT_SHARED else None
+    return SLOT_CONFIGS[element_bytes, k_inner] if shared <= _SLOT_SHARED else None
 
 
 def row_blocks(device: torch.device, rows: int, columns: int) -> tuple[int, int]:
