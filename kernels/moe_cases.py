@@ -53,7 +53,7 @@ def _index(experts: int, everything: bool) -> list[CompileCase]:
             ("few", few_slots_kernel, routing | lists | {"placers": "i32"}, common | {"PLACED": 16, "CHUNK": 256}),
             ("counts", block_counts_kernel, routing | {"counts_ptr": "*i32:16"}, absent | {"BINS": bins, "BLOCK": 512}),
             ("prefix", block_prefix_kernel, counts, {"BINS": bins, "COLUMNS": 16, "ROWS": 64}),
-            ("many", many_slots_kernel, routing | lists | counts, common | {"BLOCK": 512, "COMPARED": 32}),
+            ("many", many_slots_kernel, routing | lists | counts, common | {"BLOCK": 512, "COMPARED": 16}),
             (
                 "tiles",
                 tiles_kernel,
@@ -73,7 +73,7 @@ def _gemm(
     paired, name = activation != "" and not interleaved, TYPE_NAMES[dtype]
     types = {"y_ptr": pointer(dtype), "tiles_ptr": "*i32:16", "columns": "i32:16", "depth": "i32:16", "top_k": "i32"}
     types |= dict.fromkeys(("stride_xm", "stride_we", "stride_ym", "stride_wn" if k_inner else "stride_wk"), "i32:16")
-    types |= {"alpha": "fp32", "x": pointer(dtype), "w": pointer(dtype)}
+    types |= {"alpha": "fp32", "x_ptr": pointer(dtype), "w_ptr": pointer(dtype), "early": "i32"}
     constants: dict[str, Any] = {"stride_wk" if k_inner else "stride_wn": 1, "stride_be": 0, "stride_ft": 0}
     optional = {"bias_ptr": pointer(dtype), "factors_ptr": "*fp32:16", "limit": "fp32"}
     if everything:
@@ -85,23 +85,24 @@ def _gemm(
         types["src_ptr"] = "*i32:16"
     else:
         constants["src_ptr"] = None
+    ahead = 0 if activation or not k_inner else config.ahead
     n_block = f"2, {config.block_n // 2}" if paired else f"{config.block_n}"
     if config.w_tma:
-        types["w"] = f"tensordesc<{name}[1, {n_block}, {config.block_k}]>" if k_inner else f"tensordesc<{name}[1, {config.block_k}, {n_block}]>"
-    x_tma = config.x_tma and not activation
-    if x_tma:
-        types["x"] = f"tensordesc<{name}[{block_m}, {config.block_k}]>"
+        types["w_tma"] = f"tensordesc<{name}[1, {n_block}, {config.block_k}]>" if k_inner else f"tensordesc<{name}[1, {config.block_k}, {n_block}]>"
+    if config.x_tma and not activation:
+        types["x_tma"] = f"tensordesc<{name}[{block_m}, {config.block_k}]>"
     constants |= {
         "ACTIVATION": activation, "INTERLEAVED": interleaved, "BLOCK_M": block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
-        "GROUP_M": config.group_m, "SWAP": config.swap, "X_TMA": x_tma, "W_TMA": config.w_tma, "K_INNER": k_inner, "EVEN_N": even, "EVEN_K": even,
+        "GROUP_M": config.group_m, "SWAP": config.swap, "K_INNER": k_inner, "EVEN_N": even, "EVEN_K": even,
         "PERSISTENT": config.programs > 0, "UPCAST": False,
-    }  # fmt: skip
+    } | {name: None for name in ("x_tma", "w_tma") if name not in types}  # fmt: skip
     marks = [activation] * bool(activation) + ["interleaved"] * interleaved + ["n-inner"] * (not k_inner)
     marks += ["odd"] * (not even) + ["all"] * everything
     tag = "-".join([f"M{block_m}", f"N{config.block_n}", f"K{config.block_k}", f"w{config.warps}", *marks])
     return [
         CompileCase(
-            f"moe_gemm/{kind}/{_name(dtype)}/{tag}", moe_gemm_kernel, types, constants | {"PDL": pdl}, config.warps, config.stages,
+            f"moe_gemm/{kind}/{_name(dtype)}/{tag}", moe_gemm_kernel, types, constants | {"AHEAD": ahead if pdl else 0, "PDL": pdl},
+            config.warps, config.stages,
             no_spills=kind == "hopper" and even and not everything, targets=targets,
         )
         for pdl, targets in _TARGETS[kind]

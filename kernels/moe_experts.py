@@ -19,6 +19,10 @@ from hal.kernels.tuning import interpreting, supports_pdl
 __all__ = ["Activation", "Gather", "group_gemm", "grouped_product"]
 
 
+#: Programs per multiprocessor that may be placed before the kernel before is done.
+_EARLY = 4
+
+
 @dataclass(frozen=True)
 class Activation:
     """Gated activation behind a product: its name, whether gate and up rows alternate, and its parameters."""
@@ -76,6 +80,7 @@ def grouped_product(
     bias: Tensor | None = None,
     activation: Activation | None = None,
     gather: Gather | None = None,
+    tiles_known: bool = False,
 ) -> None:
     """Multiply sorted rows by the weights of their expert.
 
@@ -90,6 +95,7 @@ def grouped_product(
         bias: (E, N) or None.
         activation: None for none.
         gather: None if x is sorted.
+        tiles_known: the kernel before this one has waited for the list of tiles.
     """
     device, columns, depth = x.device, out.shape[1], weight.shape[2]
     if bound == 0 or columns == 0:
@@ -105,12 +111,13 @@ def grouped_product(
         programs = min(programs, config.programs * multiprocessors(device))
     factors = gather.factors if gather else None
     pdl = supports_pdl(device)
+    ahead = config.ahead if tiles_known and pdl and k_inner else 0
     arguments: tuple[Any, ...] = (
-        x if rows is None else rows, weight if descriptor is None else descriptor, out, bias, factors, gather.sorted_slots if gather else None, tiles,
-        act.alpha, act.limit, columns, depth, gather.top_k if gather else 1,
+        x, weight, rows, descriptor, out, bias, factors, gather.sorted_slots if gather else None, tiles,
+        act.alpha, act.limit, columns, depth, gather.top_k if gather else 1, _EARLY * multiprocessors(device),
         x.stride(0), *weight.stride(), 0 if bias is None else bias.stride(0), 0 if factors is None else factors.stride(0), out.stride(0),
-        act.name, act.interleaved, block_m, config.block_n, config.block_k, config.group_m, config.swap, rows is not None, descriptor is not None,
-        k_inner, columns % out_n == 0, depth % config.block_k == 0, config.programs > 0, interpreting(), pdl,
+        act.name, act.interleaved, block_m, config.block_n, config.block_k, config.group_m, config.swap,
+        k_inner, columns % out_n == 0, depth % config.block_k == 0, config.programs > 0, ahead, interpreting(), pdl,
     )  # fmt: skip
     with current_device(device):
         moe_gemm_kernel[(programs,)](*arguments, num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=True, **pdl_options(pdl))

@@ -116,5 +116,5 @@ def _sorted(
     rows = scratch("moe_rows", slots * hidden, x.dtype, device)[: slots * hidden].view(slots, hidden)
     gather = Gather(sorted_slots, top_k, before)
     grouped_product(x, w_gate_up, inter, tiles, bound, config.block_m, config.up, bias=b_gate_up, activation=act, gather=gather)
-    grouped_product(inter, w_down, rows, tiles, bound, config.block_m, config.down, bias=b_down)
+    grouped_product(inter, w_down, rows, tiles, bound, config.block_m, config.down, bias=b_down, tiles_known=True)
     moe_combine(rows, after, places, out, top_k=top_k)

@@ -38,7 +38,7 @@ _PLACED = 16
 _CHUNK = 256
 #: Slots of a block where they are many.
 _BLOCK = 512
-_COMPARED = 32
+_COMPARED = 16
 #: Programs that write the list of tiles; each knows all of it and writes every so manieth record of an expert.
 _WRITERS = 4
 _NO_RECORD = 1024

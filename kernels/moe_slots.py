@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hal.kernels.launch import pdl_begin, pdl_options, pdl_release, pdl_wait
+from hal.kernels.launch import SECTOR, pdl_begin, pdl_options, pdl_release, pdl_wait, prefetch
 from hal.kernels.moe_activation import activate
 from hal.kernels.moe_index import Routing, local_expert
 from hal.kernels.moe_tuning import SlotConfig
@@ -28,16 +28,7 @@ __all__ = ["VARYING", "slot_down", "slot_down_kernel", "slot_gate_up", "slot_gat
 
 #: Arguments that change from call to call: no variant of the kernels may depend on their value.
 VARYING = ["alpha", "limit", "slots", "top_k", "stride_it", "num_experts", "start", "local"]
-#: Bytes that one prefetch asks for.
-_SECTOR = tl.constexpr(32)
-
-
-@triton.jit
-def _prefetch(pointers):
-    """Ask L2 for the sectors at `pointers`."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64, bitcast=True)], dtype=tl.int32, is_pure=False, pack=1
-    )
+_SECTOR = tl.constexpr(SECTOR)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -107,7 +98,7 @@ def slot_down_kernel(
         for j in range(0, top_k):
             expert = local_expert(token * top_k + j, ids_ptr, map_ptr, valid_ptr, slots, top_k, stride_it, num_experts, start, local)
             if expert < local:
-                _prefetch(w_ptr + expert.to(tl.int64) * stride_we + (rows + sector[None, :]))
+                prefetch(w_ptr + expert.to(tl.int64) * stride_we + (rows + sector[None, :]))
     pdl_wait(PDL)
     step = tl.arange(0, BLOCK_K)
     offsets = row.to(tl.int64)[:, None] * stride_wn + (step.to(tl.int64) * stride_wk)[None, :]

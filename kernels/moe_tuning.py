@@ -41,6 +41,7 @@ class GemmConfig:
         x_tma: rows that are already sorted do so too.
         programs: programs per multiprocessor that work through all tiles; 0 for a program per tile.
         group_m: row tiles of an expert that run side by side.
+        ahead: columns of the weights that programs ask L2 for before the kernel before is done (down projection).
     """
 
     block_n: int
@@ -52,6 +53,7 @@ class GemmConfig:
     x_tma: bool = False
     programs: int = 0
     group_m: int = 8
+    ahead: int = 0
 
 
 @dataclass(frozen=True)

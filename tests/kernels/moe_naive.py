@@ -85,14 +85,15 @@ def make_experts(
     if biased:
         options["b_gate_up"] = torch.randn(experts, 2 * inner, generator=g).to(dtype).to(device)
         options["b_down"] = torch.randn(experts, hidden, generator=g).to(dtype).to(device)
-    made = [t.to(dtype).to(device) for t in (x, w_gate_up, w_down)]
+    x, w_gate_up, w_down = (t.to(dtype).to(device) for t in (x, w_gate_up, w_down))
     if transposed:
-        made[1:] = [n_inner(w) for w in made[1:]]
+        w_gate_up, w_down = n_inner(w_gate_up), n_inner(w_down)
     if strided:
-        made = [padded(made[0]), *(padded(w.transpose(1, 2)).transpose(1, 2) if transposed else padded(w) for w in made[1:])]
+        x = padded(x)
+        w_gate_up, w_down = (padded(w.transpose(1, 2)).transpose(1, 2) if transposed else padded(w) for w in (w_gate_up, w_down))
         weights, drawn = padded(weights, 3), torch.cat([drawn, torch.full((tokens, 2), 10**6, dtype=torch.int32)], 1)[:, : drawn.shape[1]]
     options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
-    return Experts(*made, weights.to(device), drawn.to(device), options)
+    return Experts(x, w_gate_up, w_down, weights.to(device), drawn.to(device), options)
 
 
 def local_ids(ids: Tensor, experts: int, options: dict[str, Any]) -> Tensor:

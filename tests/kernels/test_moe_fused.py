@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ FEW, SORTED = (1, 5), (7, 5)
 
 
 @pytest.fixture(params=[FEW, SORTED], ids=["few", "sorted"])
-def path(request: pytest.FixtureRequest) -> dict[str, int]:
+def path(request: pytest.FixtureRequest) -> dict[str, Any]:
     tokens, experts = request.param
     return {"tokens": tokens, "experts": experts}
 
@@ -34,13 +36,13 @@ def test_the_paths_are_what_the_tests_take_them_for() -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
 @pytest.mark.parametrize("transposed", [False, True], ids=["k-inner", "n-inner"])
-def test_dtypes_and_layouts(device: torch.device, path: dict[str, int], dtype: torch.dtype, transposed: bool) -> None:
+def test_dtypes_and_layouts(device: torch.device, path: dict[str, Any], dtype: torch.dtype, transposed: bool) -> None:
     check(make_experts(device, **path, dtype=dtype, transposed=transposed))
 
 
 @pytest.mark.parametrize(("hidden", "inner"), [(1, 1), (8, 24), (24, 8), (96, 100), (136, 40)])
 @pytest.mark.parametrize("transposed", [False, True], ids=["k-inner", "n-inner"])
-def test_sizes_that_no_tile_divides(device: torch.device, path: dict[str, int], hidden: int, inner: int, transposed: bool) -> None:
+def test_sizes_that_no_tile_divides(device: torch.device, path: dict[str, Any], hidden: int, inner: int, transposed: bool) -> None:
     problem = make_experts(device, **path, hidden=hidden, inner=inner, transposed=transposed, biased=True)
     room = torch.full((problem.x.shape[0], hidden + 5), NAN, device=device)
     from hal.kernels.moe_fused import fused_moe
@@ -60,13 +62,13 @@ def test_sizes_that_no_tile_divides(device: torch.device, path: dict[str, int], 
      {"activation": "swiglu_oai", "alpha": 1.702, "limit": 0.75}],
     ids=lambda o: "-".join(map(str, o.values())),
 )  # fmt: skip
-def test_activations(device: torch.device, path: dict[str, int], gate_up: str, options: dict[str, object]) -> None:
+def test_activations(device: torch.device, path: dict[str, Any], gate_up: str, options: dict[str, Any]) -> None:
     check(make_experts(device, **path, biased=True, gate_up=gate_up, **options))
 
 
 @pytest.mark.parametrize("gate_up", ["concat", "interleaved"])
 @pytest.mark.parametrize("transposed", [False, True], ids=["k-inner", "n-inner"])
-def test_padded_strides(device: torch.device, path: dict[str, int], gate_up: str, transposed: bool) -> None:
+def test_padded_strides(device: torch.device, path: dict[str, Any], gate_up: str, transposed: bool) -> None:
     check(make_experts(device, **path, dtype=BF16, strided=True, transposed=transposed, gate_up=gate_up))
 
 
@@ -79,7 +81,7 @@ def test_bad_ids_are_skipped(device: torch.device) -> None:
         check(make_experts(device, tokens=1, experts=5, ids=[row]))
 
 
-def test_duplicates_are_summed(device: torch.device, path: dict[str, int]) -> None:
+def test_duplicates_are_summed(device: torch.device, path: dict[str, Any]) -> None:
     twice = make_experts(device, **path, ids=[[3, 3]] * path["tokens"])
     twice.weights[:] = torch.tensor([0.25, 0.75], device=device)
     once = Experts(twice.x, twice.w_gate_up, twice.w_down, torch.ones_like(twice.weights[:, :1]), twice.ids[:, :1].contiguous())
@@ -100,7 +102,7 @@ def test_token_counts_around_the_thresholds(device: torch.device, tokens: int, e
 
 
 @pytest.mark.parametrize("top_k", [1, 3, 10, 17, 22])
-def test_choices(device: torch.device, path: dict[str, int], top_k: int) -> None:
+def test_choices(device: torch.device, path: dict[str, Any], top_k: int) -> None:
     check(make_experts(device, **path, top_k=top_k, hidden=16, inner=8))
 
 
@@ -109,14 +111,14 @@ def test_no_tokens(device: torch.device) -> None:
     check(make_experts(device, tokens=2, experts=3))
 
 
-def test_no_experts_here(device: torch.device, path: dict[str, int]) -> None:
+def test_no_experts_here(device: torch.device, path: dict[str, Any]) -> None:
     problem = make_experts(device, tokens=path["tokens"], experts=1, spoken=4)
     problem.w_gate_up, problem.w_down = problem.w_gate_up[:0], problem.w_down[:0]
     problem.options["expert_map"] = torch.full((4,), -1, dtype=torch.int32, device=device)
     assert not check(problem).any()
 
 
-def test_ranges_add_up_to_the_whole(device: torch.device, path: dict[str, int]) -> None:
+def test_ranges_add_up_to_the_whole(device: torch.device, path: dict[str, Any]) -> None:
     whole = make_experts(device, **path)
     total = torch.zeros_like(whole.x, dtype=torch.float64)
     for start, end in ((0, 2), (2, 2), (2, 5)):
@@ -126,13 +128,13 @@ def test_ranges_add_up_to_the_whole(device: torch.device, path: dict[str, int]) 
     assert_close(total, expected(whole), F32)
 
 
-def test_map_is_honoured_and_stale_entries_are_skipped(device: torch.device, path: dict[str, int]) -> None:
+def test_map_is_honoured_and_stale_entries_are_skipped(device: torch.device, path: dict[str, Any]) -> None:
     expert_map = torch.tensor([-1, 2, -1, 0, 1, 3, -7, 10**6], dtype=torch.int32)
     check(make_experts(device, tokens=path["tokens"], experts=3, spoken=10, top_k=4, expert_map=expert_map))
 
 
 @pytest.mark.parametrize("biased", [False, True])
-def test_weights_on_the_input(device: torch.device, path: dict[str, int], biased: bool) -> None:
+def test_weights_on_the_input(device: torch.device, path: dict[str, Any], biased: bool) -> None:
     check(make_experts(device, **path, biased=biased, weight_on_input=True, strided=True))
 
 
@@ -157,7 +159,7 @@ def test_bad_rows_leave_their_neighbours_alone(device: torch.device) -> None:
     assert torch.equal(out[rest], clean[rest])
 
 
-def test_skipped_weights_may_be_nan(device: torch.device, path: dict[str, int]) -> None:
+def test_skipped_weights_may_be_nan(device: torch.device, path: dict[str, Any]) -> None:
     problem = make_experts(device, **path)
     problem.ids[:, 1] = -1
     clean = check(problem)

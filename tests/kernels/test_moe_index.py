@@ -47,13 +47,15 @@ def check_index(device: torch.device, ids: Tensor, experts: int, block_m: int = 
     options = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in options.items()}
     routing = Routing.of(ids.to(device), spoken, local=experts, **options)
     bound = most_tiles(routing.slots, experts, block_m)
-    full = [torch.full((n,), 0x7F7F7F7F, dtype=torch.int32, device=device) for n in (routing.slots, routing.slots, experts, 4 + 4 * bound)]
+    order_out, places_out, sizes_out, tiles = (
+        torch.full((n,), 0x7F7F7F7F, dtype=torch.int32, device=device) for n in (routing.slots, routing.slots, experts, 4 + 4 * bound)
+    )
     poison()
-    index_slots(routing, *full, block_m)
-    assert full[0][: len(order)].tolist() == order
-    assert full[1].tolist() == places
-    assert full[2].tolist() == sizes
-    check_tiles(full[3], bound, naive_tiles(sizes, routing.slots, block_m))
+    index_slots(routing, order_out, places_out, sizes_out, tiles, block_m)
+    assert order_out[: len(order)].tolist() == order
+    assert places_out.tolist() == places
+    assert sizes_out.tolist() == sizes
+    check_tiles(tiles, bound, naive_tiles(sizes, routing.slots, block_m))
 
 
 @pytest.fixture(params=["few", "many"], autouse=True)

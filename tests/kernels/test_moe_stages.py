@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -72,7 +74,15 @@ def configs() -> list:
     """Every way of the kernel: wide weights, descriptors, a fixed number of programs."""
     from hal.kernels.moe_tuning import GemmConfig
 
-    ways = [{}, {"swap": True}, {"w_tma": True}, {"w_tma": True, "x_tma": True}, {"swap": True, "w_tma": True}, {"programs": 1}, {"group_m": 2}]
+    ways: list[dict[str, Any]] = [
+        {},
+        {"swap": True},
+        {"w_tma": True},
+        {"w_tma": True, "x_tma": True},
+        {"swap": True, "w_tma": True},
+        {"programs": 1},
+        {"group_m": 2},
+    ]
     return [GemmConfig(32, 32, 4, 2, **way) for way in ways]
 
 
