@@ -15,7 +15,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["pdl_begin", "pdl_options", "pdl_release", "pdl_wait"]
+__all__ = ["SECTOR", "pdl_begin", "pdl_options", "pdl_release", "pdl_wait", "prefetch"]
+
+#: Bytes that one prefetch asks for.
+SECTOR = 32
 
 
 @triton.jit
@@ -37,6 +40,14 @@ def pdl_begin(PDL: tl.constexpr):
     """What most kernels do first: what follows them may rely on everything before them."""
     pdl_wait(PDL)
     pdl_release(PDL)
+
+
+@triton.jit
+def prefetch(pointers):
+    """Ask L2 for the sectors of memory at `pointers`; for what does not depend on the kernel before, ahead of the wait (NVIDIA)."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64, bitcast=True)], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 def pdl_options(pdl: bool) -> dict[str, Any]:

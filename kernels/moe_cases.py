@@ -1,0 +1,192 @@
+"""What the launchers of the experts may ask of their kernels, for the ahead-of-time compiler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hal.kernels.compile_case import TYPE_NAMES, CompileCase, pointer
+from hal.kernels.moe_activation import ACTIVATIONS, activation_kernel
+from hal.kernels.moe_combine import combine_kernel, expand_kernel
+from hal.kernels.moe_gemm import moe_gemm_kernel
+from hal.kernels.moe_index import block_counts_kernel, block_prefix_kernel, few_slots_kernel, many_slots_kernel, tiles_kernel
+from hal.kernels.moe_slots import slot_down_kernel, slot_gate_up_kernel
+from hal.kernels.moe_tuning import EXPERT_CONFIGS, SLOT_CONFIGS, GemmConfig, SlotConfig
+
+__all__ = ["compile_cases"]
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+#: (takes part in programmatic dependent launch, targets).
+_EVERYWHERE = ((True, ("sm_90",)), (False, ("sm_80", "gfx942")))
+_TARGETS = {"hopper": ((True, ("sm_90",)),), "other": ((True, ("sm_90",)), (False, ("sm_80", "gfx942")))}
+#: Arguments of `local_expert`, with a map and a number of valid tokens or without.
+_ROUTING = {"ids_ptr": "*i32:16"} | dict.fromkeys(("slots", "top_k", "stride_it", "num_experts", "start", "local"), "i32")
+_OPTIONAL = ("map_ptr", "valid_ptr")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _routing(everything: bool) -> tuple[dict[str, str], dict[str, Any]]:
+    """(types, constants) of what `local_expert` is given."""
+    if everything:
+        return _ROUTING | dict.fromkeys(_OPTIONAL, "*i32:16"), {}
+    return dict(_ROUTING), dict.fromkeys(_OPTIONAL)
+
+
+def _index(experts: int, everything: bool) -> list[CompileCase]:
+    """The kernels of the sort, for `experts` rounded up to bins; `everything`: all optional arguments."""
+    bins = max(16, 1 << experts.bit_length())
+    routing, absent = _routing(everything)
+    lists = {"sorted_ptr": "*i32:16", "places_ptr": "*i32:16", "tiles_ptr": "*i32:16", "bound": "i32"}
+    counts = {"counts_ptr": "*i32:16", "totals_ptr": "*i32:16", "blocks": "i32"}
+    sizes: dict[str, Any] = {} if everything else {"sizes_ptr": None}
+    if everything:
+        lists["sizes_ptr"] = "*i32:16"
+    common = absent | sizes | {"BINS": bins, "BLOCK_M": 64, "FILL": 1024}
+    tag, cases = f"E{experts}{'-all' if everything else ''}", []
+    warps = 4 if bins <= 512 else 8
+    for pdl, targets in _EVERYWHERE:
+        for name, kernel, types, constants in (
+            ("few", few_slots_kernel, routing | lists | {"placers": "i32"}, common | {"PLACED": 16, "CHUNK": 256}),
+            ("counts", block_counts_kernel, routing | {"counts_ptr": "*i32:16"}, absent | {"BINS": bins, "BLOCK": 512}),
+            ("prefix", block_prefix_kernel, counts, {"BINS": bins, "COLUMNS": 16, "ROWS": 64}),
+            ("many", many_slots_kernel, routing | lists | counts, common | {"BLOCK": 512, "COMPARED": 16}),
+            (
+                "tiles",
+                tiles_kernel,
+                {"tiles_ptr": "*i32:16", "sizes_ptr": "*i32:16", "rows": "i32", "local": "i32", "bound": "i32"},
+                {"BINS": bins, "BLOCK_M": 64, "FILL": 1024},
+            ),
+        ):
+            cases.append(CompileCase(f"moe_index/{name}/{tag}", kernel, types, constants | {"PDL": pdl}, warps, 1, targets=targets))
+    return cases
+
+
+def _gemm(
+    kind: str, dtype: torch.dtype, block_m: int, config: GemmConfig, *, activation: str, k_inner: bool = True, even: bool = True,
+    interleaved: bool = False, everything: bool = False,
+) -> list[CompileCase]:  # fmt: skip
+    """The grouped product: with an activation rows are gathered, without they are sorted."""
+    paired, name = activation != "" and not interleaved, TYPE_NAMES[dtype]
+    types = {"y_ptr": pointer(dtype), "tiles_ptr": "*i32:16", "columns": "i32:16", "depth": "i32:16", "top_k": "i32"}
+    types |= dict.fromkeys(("stride_xm", "stride_we", "stride_ym", "stride_wn" if k_inner else "stride_wk"), "i32:16")
+    types |= {"alpha": "fp32", "x_ptr": pointer(dtype), "w_ptr": pointer(dtype), "early": "i32"}
+    constants: dict[str, Any] = {"stride_wk" if k_inner else "stride_wn": 1, "stride_be": 0, "stride_ft": 0}
+    optional = {"bias_ptr": pointer(dtype), "factors_ptr": "*fp32:16", "limit": "fp32"}
+    if everything:
+        types |= optional | {"stride_be": "i32:16", "stride_ft": "i32"}
+        constants = {key: value for key, value in constants.items() if key not in types}
+    else:
+        constants |= dict.fromkeys(optional)
+    if activation:
+        types["src_ptr"] = "*i32:16"
+    else:
+        constants["src_ptr"] = None
+    ahead = 0 if activation or not k_inner else config.ahead
+    n_block = f"2, {config.block_n // 2}" if paired else f"{config.block_n}"
+    if config.w_tma:
+        types["w_tma"] = f"tensordesc<{name}[1, {n_block}, {config.block_k}]>" if k_inner else f"tensordesc<{name}[1, {config.block_k}, {n_block}]>"
+    if config.x_tma and not activation:
+        types["x_tma"] = f"tensordesc<{name}[{block_m}, {config.block_k}]>"
+    constants |= {
+        "ACTIVATION": activation, "INTERLEAVED": interleaved, "BLOCK_M": block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
+        "GROUP_M": config.group_m, "SWAP": config.swap, "K_INNER": k_inner, "EVEN_N": even, "EVEN_K": even,
+        "PERSISTENT": config.programs > 0, "UPCAST": False,
+    } | {name: None for name in ("x_tma", "w_tma") if name not in types}  # fmt: skip
+    marks = [activation] * bool(activation) + ["interleaved"] * interleaved + ["n-inner"] * (not k_inner)
+    marks += ["odd"] * (not even) + ["all"] * everything
+    tag = "-".join([f"M{block_m}", f"N{config.block_n}", f"K{config.block_k}", f"w{config.warps}", *marks])
+    return [
+        CompileCase(
+            f"moe_gemm/{kind}/{_name(dtype)}/{tag}", moe_gemm_kernel, types, constants | {"AHEAD": ahead if pdl else 0, "PDL": pdl},
+            config.warps, config.stages,
+            no_spills=kind == "hopper" and even and not everything, targets=targets,
+        )
+        for pdl, targets in _TARGETS[kind]
+    ]  # fmt: skip
+
+
+def _gemms() -> list[CompileCase]:
+    """Every config of the table on both products; activations, layouts and odd sizes on one of them."""
+    cases = []
+    for (kind, size), rows in EXPERT_CONFIGS.items():
+        for dtype in (torch.float32,) if size == 4 else (torch.bfloat16,) if kind == "hopper" else (torch.bfloat16, torch.float16):
+            for _, config in rows:
+                cases += _gemm(kind, dtype, config.block_m, config.up, activation="silu")
+                cases += _gemm(kind, dtype, config.block_m, config.down, activation="")
+                cases += _gemm(kind, dtype, config.block_m, config.up, activation="swiglu_oai", k_inner=False, interleaved=True, everything=True)
+                cases += _gemm(kind, dtype, config.block_m, config.down, activation="", k_inner=False, even=False)
+        first = rows[0][1]
+        for activation in ACTIVATIONS[1:]:
+            cases += _gemm(kind, dtype, first.block_m, first.up, activation=activation)
+        cases += _gemm(kind, dtype, first.block_m, first.up, activation="silu", even=False, everything=True)
+    return list({case.name + str(case.targets): case for case in cases}.values())
+
+
+def _slots(dtype: torch.dtype, k_inner: bool, up: SlotConfig, down: SlotConfig, everything: bool) -> list[CompileCase]:
+    """The two kernels for few tokens."""
+    routing, absent = _routing(everything)
+    value = pointer(dtype)
+    strides = dict.fromkeys(("stride_we", "stride_wn" if k_inner else "stride_wk", "stride_im", "stride_xt", "stride_ot"), "i32:16")
+    one: dict[str, Any] = {"stride_wk" if k_inner else "stride_wn": 1}
+    sizes = {"columns": "i32:16", "depth": "i32:16"}
+    optional = {"bias_ptr": value, "stride_be": "i32:16", "stride_ft": "i32"}
+    tag = f"{_name(dtype)}{'' if k_inner else '-n-inner'}{'-all' if everything else ''}"
+    up_types = routing | strides | sizes | {"x_ptr": value, "w_ptr": value, "inter_ptr": value, "alpha": "fp32"}
+    down_types = routing | strides | sizes | {"inter_ptr": value, "w_ptr": value, "out_ptr": value, "weights_ptr": "*fp32:16", "stride_ft": "i32"}
+    up_types.pop("stride_ot")
+    down_types.pop("stride_xt")
+    up_absent: dict[str, Any] = {} if everything else {"bias_ptr": None, "stride_be": 0, "stride_ft": 0, "factors_ptr": None, "limit": None}
+    down_absent: dict[str, Any] = {} if everything else {"bias_ptr": None, "stride_be": 0}
+    if everything:
+        up_types |= optional | {"factors_ptr": "*fp32:16", "limit": "fp32"}
+        down_types |= optional
+    cases = []
+    for pdl, targets in _EVERYWHERE:
+        first = one | absent | up_absent | {"ACTIVATION": "swiglu_oai" if everything else "silu", "INTERLEAVED": everything}
+        first |= {"ROWS": up.rows, "BLOCK_K": up.block_k, "STAGES": up.stages, "PDL": pdl}
+        second = one | absent | down_absent | {"TOP_K": 4 if everything else 8, "ROWS": down.rows, "BLOCK_K": down.block_k, "STAGES": down.stages}
+        second |= {"WHOLE": not everything, "PREFETCH": down.prefetch and pdl and k_inner, "PDL": pdl}
+        cases.append(CompileCase(f"moe_slots/up/{tag}", slot_gate_up_kernel, up_types, first, up.warps, 1, targets=targets))
+        cases.append(CompileCase(f"moe_slots/down/{tag}", slot_down_kernel, down_types, second, down.warps, 1, targets=targets))
+    return cases
+
+
+def _rows(dtype: torch.dtype, everything: bool) -> list[CompileCase]:
+    """The kernels that walk over rows."""
+    main = dtype is torch.bfloat16
+    value, tag = pointer(dtype), f"{_name(dtype)}{'-all' if everything else ''}"
+    combine = {"y_ptr": value, "places_ptr": "*i32:16", "out_ptr": value, "rows": "i32", "columns": "i32:16", "top_k": "i32", "scale": "fp32"}
+    combine |= {"stride_ym": "i32:16", "stride_ot": "i32:16"}
+    absent: dict[str, Any] = {} if everything else {"weights_ptr": None, "stride_wt": 0, "residual_ptr": None, "stride_rt": 0}
+    if everything:
+        combine |= {"weights_ptr": "*fp32:16", "stride_wt": "i32", "residual_ptr": value, "stride_rt": "i32:16"}
+    expand = {"x_ptr": value, "places_ptr": "*i32:16", "out_ptr": value, "rows": "i32", "columns": "i32:16", "top_k": "i32"}
+    expand |= {"stride_xt": "i32:16", "stride_om": "i32:16"}
+    act = {"x_ptr": value, "out_ptr": value, "alpha": "fp32", "columns": "i32", "stride_x": "i32:16", "stride_out": "i32:16"}
+    limit: dict[str, Any] = {} if everything else {"limit": None}
+    if everything:
+        act["limit"] = "fp32"
+    cases = []
+    for pdl, targets in _EVERYWHERE:
+        for block, warps in ((1024, 4), (256, 1)):
+            tail = {"UNROLL": 8, "BLOCK": block, "PDL": pdl}
+            cases.append(CompileCase(f"moe_combine/{tag}/{block}", combine_kernel, combine, absent | tail, warps, 1, targets=targets, no_spills=main))
+            cases.append(CompileCase(f"moe_expand/{tag}/{block}", expand_kernel, expand, tail, warps, 1, targets=targets, no_spills=main))
+        for activation in ACTIVATIONS:
+            constants = limit | {"ACTIVATION": activation, "INTERLEAVED": everything, "BLOCK": 1024, "PDL": pdl}
+            cases.append(CompileCase(f"moe_activation/{activation}/{tag}", activation_kernel, act, constants, 4, 1, targets=targets))
+    return cases
+
+
+def compile_cases() -> list[CompileCase]:
+    """All kernels of the experts, in the variants that their launchers ask for."""
+    cases = [case for experts in (128, 1024) for everything in (False, True) for case in _index(experts, everything)] + _gemms()
+    for (size, k_inner), path in SLOT_CONFIGS.items():
+        for dtype in (torch.float32,) if size == 4 else (torch.bfloat16, torch.float16):
+            for everything in (False, True):
+                cases += _slots(dtype, k_inner, path.up, path.down, everything)
+    return cases + [case for dtype in _FLOATS for everything in (False, True) for case in _rows(dtype, everything)]
