@@ -125,7 +125,8 @@ def _portable(call: _Call) -> list[CompileCase]:
     refused, unserved = refusals(call.cache)
     return [
         CompileCase(
-            f"decode/{call.name}", decode_kernel, types, constants | {"TILE": config.tile, "PDL": pdl}, config.warps, 1 if call.split_layout else config.stages,
+            f"decode/{call.name}", decode_kernel, types, constants | {"TILE": config.tile, "PDL": pdl},
+            config.warps, 1 if call.split_layout else config.stages,
             fp_fusion=not call.invariant, refused=refused, unserved=unserved, no_spills=call.main_path, targets=targets,
         )
         for pdl, targets in _EVERYWHERE
@@ -178,7 +179,7 @@ def _hopper_calls() -> list[_Call]:
     """Every config at each number of rows that it serves; dtypes, features, groups, pages and other dims on one of them."""
     calls = []
     for dim, kv, rows in product((64, 128, 192, 256), (None, _E4M3), (16, 32, 64)):
-        if packed_rows("hopper", rows, dim) == rows:
+        if packed_rows("hopper", rows, dim, 64) == rows:
             calls.append(_Call(dims=(dim, dim), kv=kv, rows=rows, main_path=rows == 16 and kv is None and dim != 192))
     calls += [_Call(dims=(576, 512), rows=rows, latent=True, main_path=rows != 32, group=rows) for rows in (16, 32, 64)]
     calls += [_Call(_FP16)] + [_Call(dtype, kv=kv, features=_SCALES) for dtype in (_FP16, _BF16) for kv in _QUANTISED]

@@ -38,8 +38,8 @@ from hal.kernels.decode_hopper_tiles import (
     load_queries,
     operand_layout,
     seen_layout,
-    spread_layout,
     soft_cap,
+    spread_layout,
     staging_layout,
     store_rows,
     store_terms,
@@ -77,7 +77,8 @@ def _produce(
     window, tokens, sequences, q_len, pages, max_keys, stride_kp, stride_kt, stride_vp, stride_vt, stride_bt,
     k0_ring, k1_ring, v0_ring, v1_ring, page_ring, full, empty,
     D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, DV: gl.constexpr, DV0: gl.constexpr, DV1: gl.constexpr,
-    TOKEN_ROWS: gl.constexpr, P: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, V_IN_K: gl.constexpr, LATE: gl.constexpr, WARPS: gl.constexpr,
+    TOKEN_ROWS: gl.constexpr, P: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, V_IN_K: gl.constexpr, LATE: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
     """Copy the tiles of the piece into the ring."""
     COPY: gl.constexpr = copy_layout(D0, k_base.dtype.element_ty.primitive_bitwidth // 8, WARPS)
@@ -346,7 +347,9 @@ def decode_hopper_kernel(
     k0_ring = gl.allocate_shared_memory(KV, [STAGES, TILE, D0], key_layout(D0, KV_BYTES, WHOLE))
     q0_smem = gl.allocate_shared_memory(QUERY, [TERMS * BLOCK_M, D0], key_layout(D0, KV_BYTES, WHOLE) if WHOLE else operand_layout(D0))
     p_smem = gl.allocate_shared_memory(DOT, [TILE, BLOCK_M], operand_layout(BLOCK_M))
-    peaks = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M, num_warps // 4] if WIDE else [2, num_warps, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    peaks = gl.allocate_shared_memory(
+        gl.float32, [2, BLOCK_M, num_warps // 4] if WIDE else [2, num_warps, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    )
     k1_ring = k0_ring
     q1_smem = q0_smem
     if D1 > 0:

@@ -1,4 +1,5 @@
 # mypy: allow-untyped-defs
+# ruff: noqa: SIM108 (a conditional expression cannot choose between constants and values here)
 """Consumer of `decode_hopper` for units of 64 rows: the rows are the wide side of `wgmma`, two warp groups share the work.
 
 Scores are (rows, keys) and the output (rows, head dim). Each warp group computes the scores of half the keys and holds
@@ -160,8 +161,9 @@ def consume_wide(
         for at in range(tile, tile + tiles - 1):
             visible = _visible(page_ring.index(slot).load(KEY), at, first, last, pages, position, window, KEY)
             peak, spread_peak, total, acc0, acc1 = _weigh(
-                scores, visible, position, slope, at, peak, spread_peak, total, acc0, acc1, score_scale, softcap, slopes_ptr, p_smem, peaks, DV1, SCORE, OUT0, OUT1
-            )
+                scores, visible, position, slope, at, peak, spread_peak, total, acc0, acc1,
+                score_scale, softcap, slopes_ptr, p_smem, peaks, DV1, SCORE, OUT0, OUT1,
+            )  # fmt: skip
             acc0, acc1 = _start_output(p_smem, k0_ring.index(slot) if V_IN_K else v0_ring.index(slot), v1_ring.index(slot), acc0, acc1, DV1)
             done = slot
             slot += 1
@@ -178,8 +180,9 @@ def consume_wide(
         at = tile + tiles - 1
         visible = _visible(page_ring.index(slot).load(KEY), at, first, last, pages, position, window, KEY)
         peak, spread_peak, total, acc0, acc1 = _weigh(
-            scores, visible, position, slope, at, peak, spread_peak, total, acc0, acc1, score_scale, softcap, slopes_ptr, p_smem, peaks, DV1, SCORE, OUT0, OUT1
-        )
+            scores, visible, position, slope, at, peak, spread_peak, total, acc0, acc1,
+            score_scale, softcap, slopes_ptr, p_smem, peaks, DV1, SCORE, OUT0, OUT1,
+        )  # fmt: skip
         acc0, acc1 = _start_output(p_smem, k0_ring.index(slot) if V_IN_K else v0_ring.index(slot), v1_ring.index(slot), acc0, acc1, DV1)
         acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
         barrier()

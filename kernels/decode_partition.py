@@ -103,7 +103,7 @@ def _pieces(programs: int, num_kv_heads: int) -> int:
 def unit_rows(kernel: str, tokens: int, sequences: int, q_len: int | None, group: int, head_dim: int, invariant: bool) -> int:
     """Rows of a unit: those of a sequence, up to what a program holds."""
     queries = 1 if invariant else q_len or -(-tokens // max(1, sequences))
-    return packed_rows(kernel, group * queries, head_dim)
+    return packed_rows(kernel, group * queries, head_dim, sequences)
 
 
 def partition_of(
@@ -131,7 +131,7 @@ def partition_of(
         max_keys: most keys of a sequence.
         invariant: batch-invariant call.
         programs: programs that fill the device.
-        residents: programs that a multiprocessor holds at once.
+        residents: programs that a multiprocessor holds at once; 1 if little work takes them all as well.
         short_pieces: whether much work may end in short pieces.
     """
     token_rows = -(-group // block_m) * block_m if invariant else group

@@ -108,8 +108,9 @@ def _partition(
     config = decode_config(kernel, head_dim, head_dim_v, kv_bytes, compute_bytes, rows)
     programs = decode_programs(device, config)
     partition = partition_of(
-        sequences, tokens, q_len, group, num_kv_heads, rows, max_keys, invariant, programs, config.residents, config.short_pieces
-    )
+        sequences, tokens, q_len, group, num_kv_heads, rows, max_keys, invariant, programs,
+        config.residents if config.lone_pieces else 1, config.short_pieces,
+    )  # fmt: skip
     return partition, config
 
 

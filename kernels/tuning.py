@@ -44,6 +44,7 @@ class DecodeConfig:
         copy_registers: registers of a thread of those.
         merge_registers: registers of a thread that hold partials while a cut unit is merged (Hopper kernel).
         short_pieces: whether much work ends in short pieces (Hopper kernel).
+        lone_pieces: whether little work takes one program per multiprocessor, however many fit (Hopper kernel).
         wide: whether rows are the wide side of the matrix products (Hopper kernel, units of 64 rows).
     """
 
@@ -55,6 +56,7 @@ class DecodeConfig:
     copy_registers: int = 88
     merge_registers: int = 64
     short_pieces: bool = False
+    lone_pieces: bool = True
     wide: bool = False
 
     @property
@@ -66,7 +68,7 @@ class DecodeConfig:
 #: (kernel, width class, bytes of a K/V element, most rows of a unit) -> config. Width is the larger head dim, rounded up.
 _DECODE: dict[tuple[str, int, int, int], DecodeConfig] = {
     ("hopper", 64, 1, 64): DecodeConfig(64, 4, 4, 2, merge_registers=32),
-    ("hopper", 64, 2, 16): DecodeConfig(64, 4, 3, 3, copy_registers=64, merge_registers=16, short_pieces=True),
+    ("hopper", 64, 2, 16): DecodeConfig(64, 4, 3, 3, copy_registers=64, merge_registers=16, short_pieces=True, lone_pieces=False),
     ("hopper", 64, 2, 64): DecodeConfig(64, 4, 3, 2, merge_registers=32),
     ("hopper", 128, 1, 16): DecodeConfig(64, 4, 4, 2, short_pieces=True),
     ("hopper", 128, 1, 64): DecodeConfig(64, 4, 4, 1, copy_registers=120),
@@ -78,7 +80,7 @@ _DECODE: dict[tuple[str, int, int, int], DecodeConfig] = {
     ("hopper", 256, 1, 64): DecodeConfig(64, 4, 2, 1, copy_registers=120, merge_registers=32),
     ("hopper", 256, 2, 64): DecodeConfig(64, 4, 3, 1, copy_warps=8, merge_registers=32),
     ("hopper", 576, 2, 32): DecodeConfig(64, 4, 2, 1, copy_registers=168, merge_registers=32),
-    ("hopper", 576, 2, 64): DecodeConfig(64, 8, 2, 1, copy_registers=88, merge_registers=32, wide=True),
+    ("hopper", 576, 2, 64): DecodeConfig(64, 8, 2, 1, copy_registers=104, merge_registers=32, wide=True),
     ("portable", 64, 1, 64): DecodeConfig(64, 4, 3, 2),
     ("portable", 64, 2, 64): DecodeConfig(64, 4, 3, 2),
     ("portable", 64, 4, 64): DecodeConfig(32, 8, 2, 2),
@@ -143,7 +145,20 @@ def decode_config(kernel: str, head_dim: int, head_dim_v: int, kv_bytes: int, co
 _MOST_ROWS = (("hopper", 128, 64), ("hopper", 256, 32), ("hopper", 576, 64), ("portable", 128, 64), ("portable", 256, 32), ("portable", 576, 16))
 
 
-def packed_rows(kernel: str, rows: int, head_dim: int) -> int:
-    """Rows of a unit for `rows` (token, head) pairs: 16, 32 or 64."""
+#: Wide units (head dim above 256) that are worth 64 rows each: fewer are better spread over more programs, 32 rows at a time.
+_FEW_WIDE_UNITS = 32
+
+
+def packed_rows(kernel: str, rows: int, head_dim: int, sequences: int) -> int:
+    """Rows of a unit: 16, 32 or 64.
+
+    Args:
+        kernel: `hopper` or `portable`.
+        rows: (token, head) pairs of a sequence and kv head.
+        head_dim: the larger of D and Dv.
+        sequences: B.
+    """
     most = next(most for name, width, most in _MOST_ROWS if name == kernel and head_dim <= width)
+    if head_dim > 256 and sequences * -(-rows // 64) < _FEW_WIDE_UNITS:
+        most = min(most, 32)
     return min(most, max(16, 1 << max(0, rows - 1).bit_length()))

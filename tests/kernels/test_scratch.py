@@ -47,8 +47,8 @@ def scratch_bound(device: torch.device, rows: int, dims: tuple[int, int], itemsi
     from hal.kernels.tuning import decode_config, decode_programs, packed_rows
 
     kernels = ("hopper", "portable")
-    unit = max(packed_rows(kernel, rows, max(dims)) for kernel in kernels)
-    configs = [decode_config(kernel, *dims, itemsize, itemsize, packed_rows(kernel, rows, max(dims))) for kernel in kernels]
+    unit = max(packed_rows(kernel, rows, max(dims), 64) for kernel in kernels)
+    configs = [decode_config(kernel, *dims, itemsize, itemsize, packed_rows(kernel, rows, max(dims), 64)) for kernel in kernels]
     programs = max(decode_programs(device, config) for config in configs) * _MOST_WAVES * (2 if device.type == "cuda" else 1)
     return parts * programs * unit * (dims[1] + 1) * 4
 
