@@ -181,7 +181,7 @@ def _hopper_calls() -> list[_Call]:
     for dim, kv, rows in product((64, 128, 192, 256), (None, _E4M3), (16, 32, 64)):
         if packed_rows("hopper", rows, dim, 64) == rows:
             calls.append(_Call(dims=(dim, dim), kv=kv, rows=rows, main_path=rows == 16 and kv is None and dim != 192))
-    calls += [_Call(dims=(576, 512), rows=rows, latent=True, main_path=rows != 32, group=rows) for rows in (16, 32, 64)]
+    calls += [_Call(dims=(576, 512), rows=rows, latent=True, main_path=rows == 16, group=rows) for rows in (16, 32, 64)]
     calls += [_Call(_FP16)] + [_Call(dtype, kv=kv, features=_SCALES) for dtype in (_FP16, _BF16) for kv in _QUANTISED]
     plain = _Call()
     calls += [replace(plain, features=frozenset(some)) for some in (_EVERYTHING, {"lse_ptr"}, {"window"})]

@@ -12,7 +12,8 @@ from hal.kernels.numerics import LOG2E
 
 __all__ = [
     "GROWTH", "any_grown", "convert_tile", "copy_keys", "copy_layout", "copy_page_ids", "key_layout", "key_offsets", "load_queries",
-    "operand_layout", "seen_layout", "soft_cap", "spread_layout", "staging_layout", "store_rows", "store_terms", "store_wide_rows", "wide_seen_layout",
+    "operand_layout", "seen_layout", "soft_cap", "spread_layout", "staging_layout", "store_rows", "store_terms", "store_wide_rows",
+    "wide_seen_layout",
 ]  # fmt: skip
 
 _LOG2E = gl.constexpr(LOG2E)

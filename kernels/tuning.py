@@ -67,9 +67,11 @@ class DecodeConfig:
 
 #: (kernel, width class, bytes of a K/V element, most rows of a unit) -> config. Width is the larger head dim, rounded up.
 _DECODE: dict[tuple[str, int, int, int], DecodeConfig] = {
-    ("hopper", 64, 1, 64): DecodeConfig(64, 4, 4, 2, merge_registers=32),
-    ("hopper", 64, 2, 16): DecodeConfig(64, 4, 3, 3, copy_registers=64, merge_registers=16, short_pieces=True, lone_pieces=False),
-    ("hopper", 64, 2, 64): DecodeConfig(64, 4, 3, 2, merge_registers=32),
+    ("hopper", 64, 1, 32): DecodeConfig(64, 4, 4, 2, merge_registers=32),
+    ("hopper", 64, 1, 64): DecodeConfig(64, 4, 4, 1, copy_registers=120),
+    ("hopper", 64, 2, 16): DecodeConfig(64, 4, 3, 3, copy_registers=56, merge_registers=16, short_pieces=True, lone_pieces=False),
+    ("hopper", 64, 2, 32): DecodeConfig(64, 4, 3, 2, merge_registers=32),
+    ("hopper", 64, 2, 64): DecodeConfig(64, 4, 4, 1, copy_registers=120, wide=True),
     ("hopper", 128, 1, 16): DecodeConfig(64, 4, 4, 2, short_pieces=True),
     ("hopper", 128, 1, 64): DecodeConfig(64, 4, 4, 1, copy_registers=120),
     ("hopper", 128, 2, 16): DecodeConfig(64, 4, 3, 2, copy_registers=80, short_pieces=True),
