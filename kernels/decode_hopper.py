@@ -32,7 +32,6 @@ from hal.kernels.decode_hopper_tiles import (
     convert_tile,
     copy_keys,
     copy_layout,
-    copy_page_ids,
     key_layout,
     key_offsets,
     load_queries,
@@ -75,12 +74,12 @@ def hopper_dims(head_dim: int, head_dim_v: int, kv_bytes: int, *, v_in_k: bool) 
 def _produce(
     k_base, v_base, tables_ptr, seq_lens_ptr, cu_ptr, steps_ptr, sequence, row_tile, step, left,
     window, tokens, sequences, q_len, pages, max_keys, stride_kp, stride_kt, stride_vp, stride_vt, stride_bt,
-    k0_ring, k1_ring, v0_ring, v1_ring, page_ring, full, empty,
+    k0_ring, k1_ring, v0_ring, v1_ring, full, empty,
     D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, DV: gl.constexpr, DV0: gl.constexpr, DV1: gl.constexpr,
     TOKEN_ROWS: gl.constexpr, P: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, V_IN_K: gl.constexpr, LATE: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Copy the tiles of the piece into the ring."""
+    """Copy the tiles of the piece into the ring; LATE: addresses are computed when a slot is free, and hold no registers until then."""
     COPY: gl.constexpr = copy_layout(D0, k_base.dtype.element_ty.primitive_bitwidth // 8, WARPS)
     KEY: gl.constexpr = gl.SliceLayout(1, COPY)
     slot = 0
@@ -101,14 +100,13 @@ def _produce(
             page = next_page
             next_page = load_page_ids(table, at + 1, room, P, KEY)
             ok = readable_keys(page, at, first, last, pages, KEY)
-            if LATE:  # offsets of two slots at once do not fit into the registers
+            if LATE:
                 mbarrier.wait(empty.index(slot), phase)
             k_rows = key_offsets(page, at, stride_kp, stride_kt, P, KEY)
             if not V_IN_K:
                 v_rows = key_offsets(page, at, stride_vp, stride_vt, P, KEY)
             if not LATE:
                 mbarrier.wait(empty.index(slot), phase)
-            copy_page_ids(page_ring, slot, table, at, room, P, WARPS)
             copy_keys(k0_ring, slot, k_base, k_rows, ok, D, 0, D0, COPY)
             if D1 > 0:
                 copy_keys(k1_ring, slot, k_base, k_rows, ok, D, D0, D1, COPY)
@@ -128,10 +126,10 @@ def _produce(
 
 @gluon.jit
 def _consume(
-    q_ptr, out_ptr, lse_ptr, part_ptr, counter_ptr, seq_lens_ptr, cu_ptr, slopes_ptr, sinks_ptr, steps_ptr,
+    q_ptr, out_ptr, lse_ptr, part_ptr, counter_ptr, tables_ptr, seq_lens_ptr, cu_ptr, slopes_ptr, sinks_ptr, steps_ptr,
     sequence, row_tile, step, left, share, long_steps, short, long, piece, pieces, kv_head, score_scale, value_scale, softcap, window,
-    tokens, sequences, q_len, pages, max_keys, slots, num_kv_heads, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
-    k0_ring, k1_ring, v0_ring, v1_ring, k0_wide, k1_wide, v0_wide, v1_wide, q0_smem, q1_smem, p_smem, peaks, page_ring, full, empty,
+    tokens, sequences, q_len, pages, max_keys, slots, num_kv_heads, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_bt,
+    k0_ring, k1_ring, v0_ring, v1_ring, k0_wide, k1_wide, v0_wide, v1_wide, q0_smem, q1_smem, p_smem, peaks, full, empty,
     D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, DV: gl.constexpr, DV0: gl.constexpr, DV1: gl.constexpr,
     G: gl.constexpr, TOKEN_ROWS: gl.constexpr, P: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, V_IN_K: gl.constexpr,
     MERGE_ROWS: gl.constexpr, MERGE_BATCH: gl.constexpr, WARPS: gl.constexpr,
@@ -165,6 +163,8 @@ def _consume(
         if not whole:
             first_piece = piece_at(begin - step, share, long_steps, short, long)
             parts = piece_at(begin - step + planned - 1, share, long_steps, short, long) - first_piece + 1
+        table, room = table_row(tables_ptr, sequence, sequences, stride_bt, max_keys)
+        next_page = load_page_ids(table, tile, room, P, KEY)
         q0, q1 = load_queries(q_ptr, row_tile, row_start, queries, kv_head, stride_qt, stride_qh, D, D0, D1, G, TOKEN_ROWS, BLOCK_M, QUERY)
         row_scale = gl.full([BLOCK_M], 1.0, gl.float32, ROW)
         if RESCALE:
@@ -205,12 +205,13 @@ def _consume(
         acc1 = gl.zeros([DV1 if DV1 > 0 else 64, BLOCK_M], gl.float32, SCORE)
 
         for at in range(tile, tile + tiles):
-            mbarrier.wait(full.index(slot), phase)
-            page = page_ring.index(slot).load(KEY)
+            page = next_page
+            next_page = load_page_ids(table, at + 1, room, P, KEY)
             key = at * TILE + gl.arange(0, TILE, KEY)
             visible = readable_keys(page, at, first, last, pages, KEY)[:, None] & (key[:, None] <= position[None, :])
             if window is not None:
                 visible = visible & (position[None, :] - key[:, None] < window)
+            mbarrier.wait(full.index(slot), phase)
             if CONVERT and not WHOLE:
                 convert_tile(k0_ring.index(slot), k0_wide, WIDEN)
                 if D1 > 0:
@@ -374,7 +375,6 @@ def decode_hopper_kernel(
             v0_wide = gl.allocate_shared_memory(DOT, [TILE, DV0], operand_layout(DV0))
             if DV1 > 0:
                 v1_wide = gl.allocate_shared_memory(DOT, [TILE, DV1], operand_layout(DV1))
-    page_ring = gl.allocate_shared_memory(gl.int32, [STAGES, TILE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -405,10 +405,10 @@ def decode_hopper_kernel(
             (
                 consume_wide if WIDE else _consume,
                 (
-                    q_ptr, out_ptr, lse_ptr, part_ptr, counter_ptr, seq_lens_ptr, cu_ptr, slopes_ptr, sinks_ptr, steps_ptr,
+                    q_ptr, out_ptr, lse_ptr, part_ptr, counter_ptr, tables_ptr, seq_lens_ptr, cu_ptr, slopes_ptr, sinks_ptr, steps_ptr,
                     sequence, row_tile, step, left, share, long_steps, short, long, piece, pieces, kv_head, score_scale, value_scale, softcap, window,
-                    tokens, sequences, q_len, pages, max_keys, slots, num_kv_heads, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
-                    k0_ring, k1_ring, v0_ring, v1_ring, k0_wide, k1_wide, v0_wide, v1_wide, q0_smem, q1_smem, p_smem, peaks, page_ring, full, empty,
+                    tokens, sequences, q_len, pages, max_keys, slots, num_kv_heads, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_bt,
+                    k0_ring, k1_ring, v0_ring, v1_ring, k0_wide, k1_wide, v0_wide, v1_wide, q0_smem, q1_smem, p_smem, peaks, full, empty,
                     D, D0, D1, DV, DV0, DV1, G, TOKEN_ROWS, P, BLOCK_M, STAGES, V_IN_K, MERGE_ROWS, MERGE_BATCH, num_warps,
                 ),
             ),
@@ -418,8 +418,8 @@ def decode_hopper_kernel(
                     k_ptr + kv_head * stride_kh, v_ptr + kv_head * stride_vh, tables_ptr, seq_lens_ptr, cu_ptr, steps_ptr,
                     sequence, row_tile, step, left,
                     window, tokens, sequences, q_len, pages, max_keys, stride_kp, stride_kt, stride_vp, stride_vt, stride_bt,
-                    k0_ring, k1_ring, v0_ring, v1_ring, page_ring, full, empty,
-                    D, D0, D1, DV, DV0, DV1, TOKEN_ROWS, P, BLOCK_M, STAGES, V_IN_K, WIDE and V_IN_K, COPY_WARPS,
+                    k0_ring, k1_ring, v0_ring, v1_ring, full, empty,
+                    D, D0, D1, DV, DV0, DV1, TOKEN_ROWS, P, BLOCK_M, STAGES, V_IN_K, WIDE or not V_IN_K, COPY_WARPS,
                 ),
             ),
         ],

@@ -11,7 +11,7 @@ from hal.kernels.decode_hopper_walk import TILE
 from hal.kernels.numerics import LOG2E
 
 __all__ = [
-    "GROWTH", "any_grown", "convert_tile", "copy_keys", "copy_layout", "copy_page_ids", "key_layout", "key_offsets", "load_queries",
+    "GROWTH", "any_grown", "convert_tile", "copy_keys", "copy_layout", "key_layout", "key_offsets", "load_queries",
     "operand_layout", "seen_layout", "soft_cap", "spread_layout", "staging_layout", "store_rows", "store_terms", "store_wide_rows",
     "wide_seen_layout",
 ]  # fmt: skip
@@ -118,13 +118,6 @@ def copy_keys(smem, slot, base, rows, ok, D: gl.constexpr, BEGIN: gl.constexpr, 
     if BEGIN + WIDTH > D:
         mask = mask & (column < D)[None, :]
     _start_copy(smem.index(slot), (base + column)[None, :] + rows[:, None], mask=mask)
-
-
-@gluon.jit
-def copy_page_ids(smem, slot, table, tile, room, P: gl.constexpr, WARPS: gl.constexpr):
-    """Start copying the page ids of a tile for the computing warps: a load of their own would be waited for by their next fence."""
-    key = tile * TILE + gl.arange(0, TILE, gl.BlockedLayout([1], [32], [WARPS], [0]))
-    _start_copy(smem.index(slot), table + key.to(gl.uint32) // P, mask=key < room)
 
 
 @gluon.jit

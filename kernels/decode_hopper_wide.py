@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from hal.kernels.decode_hopper_merge import apply_sinks, barrier, merge_partials
 from hal.kernels.decode_hopper_tiles import GROWTH, any_grown, copy_layout, load_queries, soft_cap, spread_layout, store_wide_rows, wide_seen_layout
-from hal.kernels.decode_hopper_walk import TILE, next_segment, piece_at, readable_keys
+from hal.kernels.decode_hopper_walk import TILE, load_page_ids, next_segment, piece_at, readable_keys, table_row
 from hal.kernels.numerics import LOG2E
 
 __all__ = ["consume_wide"]
@@ -105,10 +105,10 @@ def _weigh(
 
 @gluon.jit
 def consume_wide(
-    q_ptr, out_ptr, lse_ptr, part_ptr, counter_ptr, seq_lens_ptr, cu_ptr, slopes_ptr, sinks_ptr, steps_ptr,
+    q_ptr, out_ptr, lse_ptr, part_ptr, counter_ptr, tables_ptr, seq_lens_ptr, cu_ptr, slopes_ptr, sinks_ptr, steps_ptr,
     sequence, row_tile, step, left, share, long_steps, short, long, piece, pieces, kv_head, score_scale, value_scale, softcap, window,
-    tokens, sequences, q_len, pages, max_keys, slots, num_kv_heads, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
-    k0_ring, k1_ring, v0_ring, v1_ring, k0_wide, k1_wide, v0_wide, v1_wide, q0_smem, q1_smem, p_smem, peaks, page_ring, full, empty,
+    tokens, sequences, q_len, pages, max_keys, slots, num_kv_heads, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_bt,
+    k0_ring, k1_ring, v0_ring, v1_ring, k0_wide, k1_wide, v0_wide, v1_wide, q0_smem, q1_smem, p_smem, peaks, full, empty,
     D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, DV: gl.constexpr, DV0: gl.constexpr, DV1: gl.constexpr,
     G: gl.constexpr, TOKEN_ROWS: gl.constexpr, P: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, V_IN_K: gl.constexpr,
     MERGE_ROWS: gl.constexpr, MERGE_BATCH: gl.constexpr, WARPS: gl.constexpr,
@@ -122,6 +122,9 @@ def consume_wide(
     KEY: gl.constexpr = gl.SliceLayout(0, SCORE)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORE)
     PRODUCTS: gl.constexpr = 2 if D1 > 0 else 1  # that make up the scores of a tile
+    # The next scores run behind this tile's output, so that the matrix unit has work while the slot is given back; with two
+    # slots in all (MLA) the copying warps need it sooner.
+    AHEAD: gl.constexpr = not V_IN_K
     slot = 0
     phase = 0
     begin = gl.minimum(piece, long) * share + gl.maximum(piece - long, 0) * short  # place of the segment in the list of steps
@@ -135,6 +138,8 @@ def consume_wide(
         if not whole:
             first_piece = piece_at(begin - step, share, long_steps, short, long)
             parts = piece_at(begin - step + planned - 1, share, long_steps, short, long) - first_piece + 1
+        table, room = table_row(tables_ptr, sequence, sequences, stride_bt, max_keys)
+        next_page = load_page_ids(table, tile, room, P, KEY)
         q0, q1 = load_queries(q_ptr, row_tile, row_start, queries, kv_head, stride_qt, stride_qh, D, D0, D1, G, TOKEN_ROWS, BLOCK_M, QUERY)
         q0_smem.store(q0.to(DOT))
         if D1 > 0:
@@ -159,26 +164,32 @@ def consume_wide(
         scores = _start_scores(q0_smem, q1_smem, k0_ring.index(slot), k1_ring.index(slot), D1, SCORE)
         scores = warpgroup_mma_wait(0, deps=[scores])
         for at in range(tile, tile + tiles - 1):
-            visible = _visible(page_ring.index(slot).load(KEY), at, first, last, pages, position, window, KEY)
+            page = next_page
+            next_page = load_page_ids(table, at + 1, room, P, KEY)
+            visible = _visible(page, at, first, last, pages, position, window, KEY)
             peak, spread_peak, total, acc0, acc1 = _weigh(
                 scores, visible, position, slope, at, peak, spread_peak, total, acc0, acc1,
                 score_scale, softcap, slopes_ptr, p_smem, peaks, DV1, SCORE, OUT0, OUT1,
             )  # fmt: skip
             acc0, acc1 = _start_output(p_smem, k0_ring.index(slot) if V_IN_K else v0_ring.index(slot), v1_ring.index(slot), acc0, acc1, DV1)
             done = slot
+            if not AHEAD:
+                acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
+                barrier()
+                mbarrier.arrive(empty.index(done), count=1)
             slot += 1
             if slot == STAGES:
                 slot = 0
                 phase = phase ^ 1
-            # The next scores run behind this output: the matrix unit has work while the slot is given back.
             mbarrier.wait(full.index(slot), phase)
             scores = _start_scores(q0_smem, q1_smem, k0_ring.index(slot), k1_ring.index(slot), D1, SCORE)
-            acc0, acc1 = warpgroup_mma_wait(PRODUCTS, deps=[acc0, acc1])
-            barrier()
-            mbarrier.arrive(empty.index(done), count=1)
+            if AHEAD:
+                acc0, acc1 = warpgroup_mma_wait(PRODUCTS, deps=[acc0, acc1])
+                barrier()
+                mbarrier.arrive(empty.index(done), count=1)
             scores = warpgroup_mma_wait(0, deps=[scores])
         at = tile + tiles - 1
-        visible = _visible(page_ring.index(slot).load(KEY), at, first, last, pages, position, window, KEY)
+        visible = _visible(next_page, at, first, last, pages, position, window, KEY)
         peak, spread_peak, total, acc0, acc1 = _weigh(
             scores, visible, position, slope, at, peak, spread_peak, total, acc0, acc1,
             score_scale, softcap, slopes_ptr, p_smem, peaks, DV1, SCORE, OUT0, OUT1,

@@ -46,7 +46,7 @@ _MOST_WAVES = 3
 #: Steps of a piece from which the last eighth of the list is left to short pieces.
 _SHORT_FROM = tl.constexpr(96)
 #: One program per multiprocessor reads as fast as two while its piece has fewer steps than this, and merges less.
-_FEW_STEPS = tl.constexpr(8)
+_FEW_STEPS = tl.constexpr(16)
 
 
 @dataclass(frozen=True)
@@ -203,9 +203,11 @@ def locate(
             share = share - share // 8
             short = tl.maximum((total - long * share + (pieces - long) - 1) // (pieces - long), 1)
         else:
-            # Equal units are cut evenly, or not at all, if that makes a piece a sixteenth longer at most.
+            # Equal units are cut evenly, or not at all, if that makes a piece a sixteenth longer at most, or by a step where a
+            # multiprocessor has one program: a piece over two units takes longer than that.
+            spare = tl.maximum(share // 16, tl.where((wide <= _FEW_STEPS) & (share >= 4), 1, 0))
             even = tl.where(longest > share, tl.cdiv(longest, tl.maximum(longest // share, 1)), tl.cdiv(share, longest) * longest)
-            share = tl.where(even <= share + share // 16, even, share)
+            share = tl.where(even <= share + spare, even, share)
             short = share
     position = tl.minimum(piece, long) * share + tl.maximum(piece - long, 0) * short
     length = tl.where(piece < long, share, short)
