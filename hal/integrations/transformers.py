@@ -7,6 +7,7 @@
     model.generate(**inputs, **hal_transformers.PagedCache.for_model(model).as_kwargs())
 
 Either works without the other; `experts_implementation` matters to mixtures of experts only, and `hal.integrations.experts` serves it.
+Their routing stays the model's own unless `serve_routers(model)` is called.
 
 Prompts are written by `write_kv` and attended by `flash_prefill`, each further token by `write_kv` and `flash_decode`.
 A forward pass without a cache is one `flash_prefill` per layer over packed keys. What these ops cannot express raises a
@@ -27,9 +28,10 @@ from hal.errors import ArgumentError
 from hal.integrations.experts import experts
 from hal.integrations.mask_patterns import PADDED, WINDOW, padding_mask
 from hal.integrations.paged_cache import HANDED_OVER, PagedCache
+from hal.integrations.routers import serve_routers
 from hal.integrations.steps import pack
 
-__all__ = ["PagedCache", "attention", "experts", "register"]
+__all__ = ["PagedCache", "attention", "experts", "register", "serve_routers"]
 
 _NAME = "hal"
 _PACKING = "hal_packing"

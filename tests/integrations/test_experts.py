@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,34 +17,15 @@ from hal.errors import ArgumentError
 from hal.integrations.expert_gates import gate_options
 from hal.integrations.experts import expert_modules, experts
 from hal.integrations.transformers import PagedCache
+from tests.integrations.expert_runs import Batch, counted, logits
 from tests.integrations.tiny_models import MIXTURES
 
-Batch = tuple[Tensor, Tensor]
 Tiny = Callable[..., Any]
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _registered() -> None:
     assert hal_transformers.register() == "hal"
-
-
-@contextmanager
-def counted() -> Iterator[Counter[str]]:
-    """Count the implementations that the dispatcher enters."""
-    seen: Counter[str] = Counter()
-    with hal.use_backend(hal.backend.build_backend(None, observe=lambda op, name, target: seen.update([op]))):
-        yield seen
-
-
-def positions(mask: Tensor) -> Tensor:
-    return (mask.cumsum(-1) - 1).clamp_min(0)
-
-
-def logits(model: Any, served: str, batch: Batch) -> Tensor:
-    ids, mask = batch
-    model.set_experts_implementation(served)
-    with torch.no_grad():
-        return model(input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=False).logits.float()
 
 
 @contextmanager
