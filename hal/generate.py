@@ -1,7 +1,7 @@
-"""Text from a real model, with every attention call and KV write served by `hal`: what `hal generate` runs.
+"""Text from a real model, with every attention call, KV write and layer of experts served by `hal`: what `hal generate` runs.
 
-The proof comes along: the dispatcher counts the implementations that it enters, and unless every layer's attention and
-KV write of every forward pass is among them, the run fails.
+The proof comes along: the dispatcher counts the implementations that it enters, and unless every layer's attention, KV
+write and, in a mixture of experts, experts of every forward pass are among them, the run fails.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from hal.backend import Backend, build_backend
+from hal.backend import Backend, build_backend, use_backend
 from hal.errors import ModelError
 from hal.generate_view import Printer, print_stats
 from hal.models import find_model, load_model, parse_dtype
@@ -70,6 +70,7 @@ class Stats:
         decode_seconds: from the first token to the last.
         steps: forward passes.
         layers: attention layers.
+        expert_layers: layers of experts whose implementation transformers lets us choose.
         served: calls that the dispatcher handed to each (op, backend).
         decisions: its distinct decisions with their reasons.
     """
@@ -84,6 +85,7 @@ class Stats:
     decode_seconds: float
     steps: int
     layers: int
+    expert_layers: int
     served: dict[tuple[str, str], int]
     decisions: list[Report] = field(repr=False)
 
@@ -160,6 +162,7 @@ def generate(prompts: list[str], options: GenerateOptions, console: Console | No
         decode_seconds=printer.times[-1] - printer.times[1],
         steps=len(printer.times) - 1,
         layers=model.config.get_text_config(decoder=True).num_hidden_layers,
+        expert_layers=_expert_layers(model),
         served=dict(counter),
         decisions=backend.decisions(),
     )
@@ -221,6 +224,12 @@ def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
     return [] if ends is None else list(ends) if isinstance(ends, (list, tuple)) else [ends]
 
 
+def _expert_layers(model: Any) -> int:
+    from hal.integrations.experts import expert_modules
+
+    return len(expert_modules(model))
+
+
 def _run(model: Any, tokenizer: Any, backend: Backend, inputs: Any, max_new_tokens: int, printer: Printer) -> None:
     from transformers import GenerationConfig
 
@@ -232,15 +241,22 @@ def _run(model: Any, tokenizer: Any, backend: Backend, inputs: Any, max_new_toke
         do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=tokenizer.pad_token_id, eos_token_id=printer.ends or None, use_cache=True
     )
     printer.start()
-    model.generate(input_ids=ids, attention_mask=mask, generation_config=config, streamer=printer, **cache.as_kwargs())
+    with use_backend(backend):  # which experts ask for; attention has it in the cache
+        model.generate(input_ids=ids, attention_mask=mask, generation_config=config, streamer=printer, **cache.as_kwargs())
 
 
 def _prove(stats: Stats) -> None:
-    """Every layer of every forward pass must have had its attention and its KV write from `hal`."""
+    """Every layer of every forward pass must have had its attention, its KV write and its experts from `hal`."""
     expected = stats.layers * stats.steps
     attention, writes = stats.calls("flash_prefill", "flash_decode"), stats.calls("write_kv")
     if attention != expected or writes != expected:
         raise ModelError(
             f"{stats.model}: hal served {attention} attention calls and {writes} KV writes, expected {expected} of each "
             f"({stats.layers} layers x {stats.steps} forward passes): part of this model's attention is computed elsewhere"
+        )
+    experts, expected = stats.calls("fused_moe"), stats.expert_layers * stats.steps
+    if experts != expected:
+        raise ModelError(
+            f"{stats.model}: hal served {experts} calls of experts, expected {expected} ({stats.expert_layers} layers of experts x {stats.steps} "
+            f"forward passes): part of this model's experts is computed elsewhere"
         )

@@ -125,6 +125,10 @@ def _served(stats: Stats) -> Table:
         f"{stats.layers} layers x {stats.steps} forward passes = {stats.layers * stats.steps} attention calls; "
         f"hal served {attention}, and {stats.calls('write_kv')} KV writes"
     )
+    if stats.expert_layers:
+        caption += (
+            f"\n{stats.expert_layers} layers of experts x {stats.steps} = {stats.expert_layers * stats.steps}; hal served {stats.calls('fused_moe')}"
+        )
     table = Table(title="who served which op, and why", title_justify="left", caption=caption, caption_justify="left")
     for heading in ("op", "served by", "calls", "decided by", "not served by"):
         table.add_column(heading, justify="right" if heading == "calls" else "left", overflow="fold")

@@ -94,7 +94,7 @@ def _in_directory(path: Path) -> ModelFiles:
 
 
 def load_model(files: ModelFiles, *, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
-    """Load a model, with attention served by `hal`, and its tokenizer.
+    """Load a model, with attention and experts served by `hal`, and its tokenizer.
 
     Args:
         files: from `find_model`.
@@ -110,7 +110,8 @@ def load_model(files: ModelFiles, *, dtype: torch.dtype, device: torch.device) -
     _require_transformers()
     import hal.integrations.transformers as hal_transformers
 
-    model, tokenizer = _from_files(files, dtype=dtype, attn_implementation=hal_transformers.register())
+    served = hal_transformers.register()
+    model, tokenizer = _from_files(files, dtype=dtype, attn_implementation=served, experts_implementation=served)
     tokenizer.padding_side = "left"
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token

@@ -1,9 +1,13 @@
-"""Attention of transformers models, served by `hal`.
+"""Attention and experts of transformers models, served by `hal`.
 
     import hal.integrations.transformers as hal_transformers
 
-    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation=hal_transformers.register())
+    served = hal_transformers.register()
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation=served, experts_implementation=served)
     model.generate(**inputs, **hal_transformers.PagedCache.for_model(model).as_kwargs())
+
+Either works without the other; `experts_implementation` matters to mixtures of experts only, and `hal.integrations.experts` serves it.
+Their routing stays the model's own unless `serve_routers(model)` is called.
 
 Prompts are written by `write_kv` and attended by `flash_prefill`, each further token by `write_kv` and `flash_decode`.
 A forward pass without a cache is one `flash_prefill` per layer over packed keys. What these ops cannot express raises a
@@ -17,14 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.moe import ExpertsInterface
 
 import hal
 from hal.errors import ArgumentError
+from hal.integrations.experts import experts
 from hal.integrations.mask_patterns import PADDED, WINDOW, padding_mask
 from hal.integrations.paged_cache import HANDED_OVER, PagedCache
+from hal.integrations.routers import serve_routers
 from hal.integrations.steps import pack
 
-__all__ = ["PagedCache", "attention", "register"]
+__all__ = ["PagedCache", "attention", "experts", "register", "serve_routers"]
 
 _NAME = "hal"
 _PACKING = "hal_packing"
@@ -33,9 +40,10 @@ _REFUSED = frozenset({"position_bias", "head_mask", "cu_seq_lens_q", "cu_seq_len
 
 
 def register() -> str:
-    """Register the attention and the mask function with transformers, and return their name for `attn_implementation`."""
+    """Register attention, mask and experts with transformers; return their name for `attn_implementation` and `experts_implementation`."""
     AttentionInterface.register(_NAME, attention)
     AttentionMaskInterface.register(_NAME, padding_mask)
+    ExpertsInterface.register(_NAME, experts)
     return _NAME
 
 

@@ -23,11 +23,15 @@ TEMPLATE = "{% for m in messages %}w90 {{ m['content'] }} w91{% endfor %}"
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return saved("llama-gqa", tmp_path_factory.mktemp("checkpoint"))
+
+
+def saved(name: str, folder: Path) -> str:
+    """Write a tiny model with a tokenizer whose words are w0, w1, ..."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    folder = tmp_path_factory.mktemp("checkpoint")
-    model = build("llama-gqa", torch.device("cpu"))
+    model = build(name, torch.device("cpu"))
     model.config.eos_token_id = 2
     model.generation_config.eos_token_id = 2
     model.save_pretrained(folder)
@@ -71,6 +75,16 @@ def test_stats_prove_who_served(checkpoint: str) -> None:
     assert stats.prefill_rate > 0
     for expected in ("prefill", "decode", "tokens/s", "flash_decode", "backend='reference'", f"hal served {3 * stats.steps}"):
         assert expected in shown
+
+
+def test_mixture_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mixture = saved("qwen3-moe", tmp_path)
+    result, shown = run(["w5 w6 w7", "w9"], mixture, stats=True, backend="reference")
+    assert result.stats.calls("fused_moe") == result.stats.expert_layers * result.stats.steps == 2 * result.stats.steps
+    assert f"2 layers of experts x {result.stats.steps} = {2 * result.stats.steps}; hal served {2 * result.stats.steps}" in shown
+    monkeypatch.setattr(integration, "experts", lambda module, hidden_states, *routing: hidden_states)
+    with pytest.raises(ModelError, match="hal served 0 calls of experts"):
+        run(["w5 w6 w7"], mixture)
 
 
 def test_chat_template_unless_raw(checkpoint: str, tmp_path: Path) -> None:

@@ -23,13 +23,23 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], str]] = {
     "gpt-oss-sinks": ("GptOss", {"sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2}, "eager"),
 }  # fmt: skip
 
+#: The same of mixtures of experts, whose experts the integration serves; the tests of attention need not know them.
+MIXTURES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, "sdpa"),
+    "qwen3-moe": (
+        "Qwen3Moe", {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "norm_topk_prob": True, "mlp_only_layers": [1]}, "sdpa",
+    ),
+    "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 4, "intermediate_size": 48}, "sdpa"),
+    "gpt-oss": ("GptOss", {"num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 6}, "eager"),
+}  # fmt: skip
+
 
 def build(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
     """Return a random model in evaluation mode, the same at every call."""
-    prefix, more, _ = ARCHITECTURES[name]
+    prefix, more, _ = (ARCHITECTURES | MIXTURES)[name]
     torch.manual_seed(7)
     model = getattr(transformers, f"{prefix}ForCausalLM")(getattr(transformers, f"{prefix}Config")(**_SIZES | more))
     for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith("sinks"):
+        if parameter_name.endswith(("sinks", "proj_bias")):  # transformers begins with zeros
             torch.nn.init.normal_(parameter)
     return model.to(device, dtype).eval()
