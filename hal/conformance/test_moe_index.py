@@ -199,6 +199,24 @@ def test_expand_keeps_bits(hal_subject: Subject) -> None:
 
 
 @EXPAND
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.int32, torch.float64], ids=str)
+@pytest.mark.parametrize("width", [1, 24, 100])
+def test_expand_any_dtype(hal_subject: Subject, dtype: torch.dtype, width: int) -> None:
+    """Quantised rows, scales of rows and more: every bit pattern is copied, those of NaN included."""
+    drawn = torch.randint(256, (9, width * dtype.itemsize), generator=hal_subject.generator(), dtype=torch.uint8).to(hal_subject.device)
+    x = drawn.view(dtype) if dtype is not torch.bool else drawn > 127
+    hal_subject.verify("moe_expand", {"x": x, "index": index_of(some_ids(hal_subject), 5)})
+
+
+@EXPAND
+def test_expand_quantised_into_padded_rows(hal_subject: Subject) -> None:
+    """Rows of 40 codes of either side's own stride; memory around the result is guarded."""
+    wide = torch.randint(-128, 128, (9, 64), generator=hal_subject.generator(), dtype=torch.int8).to(hal_subject.device)
+    out, buffer = strided_slice((27, 40), torch.int8, hal_subject.device, 77)
+    hal_subject.verify("moe_expand", Built({"x": wide[:, 3:43], "index": index_of(some_ids(hal_subject), 5), "out": out}, {"out": buffer}))
+
+
+@EXPAND
 @pytest.mark.parametrize(("tokens", "top_k"), [(0, 2), (1, 1), (1, 10), (17, 2), (65, 6)])
 def test_expand_sizes(hal_subject: Subject, tokens: int, top_k: int) -> None:
     x, _ = strided_slice((tokens, 40), torch.bfloat16, hal_subject.device)
