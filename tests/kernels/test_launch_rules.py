@@ -149,23 +149,23 @@ def test_expert_gates() -> None:
     from hal.backends.triton import backend
     from hal.device import DeviceInfo
 
-    def codes(op: str, arch: tuple[int, int] = (9, 0), **facts: object) -> list[str]:
+    def codes(op: str, facts: dict[str, object], arch: tuple[int, int] = (9, 0), **more: object) -> list[str]:
         gate = backend().implementations[op].gate
         assert gate is not None
-        return [r.code.value for r in gate(SimpleNamespace(**facts), DeviceInfo("cuda", 0, "nvidia", "card", arch))]
+        return [r.code.value for r in gate(SimpleNamespace(**facts, **more), DeviceInfo("cuda", 0, "nvidia", "card", arch))]
 
-    fused = {"dtype": torch.bfloat16, "weight_dtype": torch.bfloat16, "out_dtype": torch.bfloat16, "w_scales": None, "num_experts": 10**6}
-    product = {"dtype": torch.float16, "weight_dtype": torch.float16, "out_dtype": torch.float16, "w_scales": None, "num_experts": 8}
-    assert codes("fused_moe", **fused, num_local_experts=1025) == []
-    assert codes("fused_moe", **fused, num_local_experts=8192) == ["SHAPE"]
-    assert codes("fused_moe", (7, 5), **fused, num_local_experts=8) == ["ARCH"]
-    assert codes("fused_moe", **fused | {"weight_dtype": torch.int8, "w_scales": "channel"}, num_local_experts=8) == ["FEATURE"]
-    assert codes("group_gemm", **product, rows=2**31 - 2**16) == []
-    assert codes("group_gemm", **product, rows=2**31) == ["SHAPE"]
-    assert codes("group_gemm", (7, 5), **product | {"out_dtype": torch.bfloat16}, rows=5) == ["ARCH"]
-    assert codes("moe_index", num_experts=10**6, num_local_experts=8191) == []
-    assert codes("moe_index", num_experts=10**6, num_local_experts=10**6) == ["SHAPE"]
-    assert codes("silu_and_mul", (7, 5), dtype=torch.bfloat16) == ["ARCH"]
+    fused: dict[str, object] = {"dtype": torch.bfloat16, "weight_dtype": torch.bfloat16, "out_dtype": torch.bfloat16, "w_scales": None, "num_experts": 10**6}
+    product: dict[str, object] = {"dtype": torch.float16, "weight_dtype": torch.float16, "out_dtype": torch.float16, "w_scales": None, "num_experts": 8}
+    assert codes("fused_moe", fused, num_local_experts=1025) == []
+    assert codes("fused_moe", fused, num_local_experts=8192) == ["SHAPE"]
+    assert codes("fused_moe", fused, (7, 5), num_local_experts=8) == ["ARCH"]
+    assert codes("fused_moe", fused | {"weight_dtype": torch.int8, "w_scales": "channel"}, num_local_experts=8) == ["FEATURE"]
+    assert codes("group_gemm", product, rows=2**31 - 2**16) == []
+    assert codes("group_gemm", product, rows=2**31) == ["SHAPE"]
+    assert codes("group_gemm", product | {"out_dtype": torch.bfloat16}, (7, 5), rows=5) == ["ARCH"]
+    assert codes("moe_index", {"num_experts": 10**6}, num_local_experts=8191) == []
+    assert codes("moe_index", {"num_experts": 10**6}, num_local_experts=10**6) == ["SHAPE"]
+    assert codes("silu_and_mul", {"dtype": torch.bfloat16}, (7, 5)) == ["ARCH"]
 
 
 def test_declaring_the_backend_imports_no_triton() -> None:
