@@ -9,9 +9,9 @@ from torch.nn import functional
 __all__ = ["activate", "gelu_and_mul", "silu_and_mul", "swiglu_oai_and_mul"]
 
 
-def silu_and_mul(x: Tensor, *, gate_up: str = "concat", out: Tensor | None = None) -> Tensor:
-    """`silu(gate) * up` of x (M, 2I); the contract is `hal.ops.moe_activations.SiluAndMul`."""
-    return _result(x, activate(x, "silu", gate_up), out)
+def silu_and_mul(x: Tensor, *, gate_up: str = "concat", limit: float | None = None, out: Tensor | None = None) -> Tensor:
+    """`silu(gate) * up` of x (M, 2I), clamped where asked; the contract is `hal.ops.moe_activations.SiluAndMul`."""
+    return _result(x, activate(x, "silu", gate_up, None, limit), out)
 
 
 def gelu_and_mul(x: Tensor, *, approximate: str = "none", gate_up: str = "concat", out: Tensor | None = None) -> Tensor:

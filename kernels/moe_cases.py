@@ -164,8 +164,6 @@ def _rows(dtype: torch.dtype, everything: bool) -> list[CompileCase]:
     absent: dict[str, Any] = {} if everything else {"weights_ptr": None, "stride_wt": 0, "residual_ptr": None, "stride_rt": 0}
     if everything:
         combine |= {"weights_ptr": "*fp32:16", "stride_wt": "i32", "residual_ptr": value, "stride_rt": "i32:16"}
-    expand = {"x_ptr": value, "places_ptr": "*i32:16", "out_ptr": value, "rows": "i32", "columns": "i32:16", "top_k": "i32"}
-    expand |= {"stride_xt": "i32:16", "stride_om": "i32:16"}
     act = {"x_ptr": value, "out_ptr": value, "alpha": "fp32", "columns": "i32", "stride_x": "i32:16", "stride_out": "i32:16"}
     limit: dict[str, Any] = {} if everything else {"limit": None}
     if everything:
@@ -175,11 +173,24 @@ def _rows(dtype: torch.dtype, everything: bool) -> list[CompileCase]:
         for block, warps in ((1024, 4), (256, 1)):
             tail = {"UNROLL": 8, "BLOCK": block, "PDL": pdl}
             cases.append(CompileCase(f"moe_combine/{tag}/{block}", combine_kernel, combine, absent | tail, warps, 1, targets=targets, no_spills=main))
-            cases.append(CompileCase(f"moe_expand/{tag}/{block}", expand_kernel, expand, tail, warps, 1, targets=targets, no_spills=main))
         for activation in ACTIVATIONS:
             constants = limit | {"ACTIVATION": activation, "INTERLEAVED": everything, "BLOCK": 1024, "PDL": pdl}
             cases.append(CompileCase(f"moe_activation/{activation}/{tag}", activation_kernel, act, constants, 4, 1, targets=targets))
     return cases
+
+
+def _expand(bits: str) -> list[CompileCase]:
+    """The copy of rows whose elements have the size of `bits`."""
+    types = {"x_ptr": f"*{bits}:16", "places_ptr": "*i32:16", "out_ptr": f"*{bits}:16", "rows": "i32", "columns": "i32:16", "top_k": "i32"}
+    types |= {"stride_xt": "i32:16", "stride_om": "i32:16"}
+    return [
+        CompileCase(
+            f"moe_expand/{bits}/{block}", expand_kernel, types, {"UNROLL": 8, "BLOCK": block, "PDL": pdl}, warps, 1,
+            targets=targets, no_spills=bits == "i16",
+        )
+        for pdl, targets in _EVERYWHERE
+        for block, warps in ((1024, 4), (256, 1))
+    ]  # fmt: skip
 
 
 def compile_cases() -> list[CompileCase]:
@@ -189,4 +200,5 @@ def compile_cases() -> list[CompileCase]:
         for dtype in (torch.float32,) if size == 4 else (torch.bfloat16, torch.float16):
             for everything in (False, True):
                 cases += _slots(dtype, k_inner, path.up, path.down, everything)
+    cases += [case for bits in ("u8", "i16", "i32", "i64") for case in _expand(bits)]
     return cases + [case for dtype in _FLOATS for everything in (False, True) for case in _rows(dtype, everything)]

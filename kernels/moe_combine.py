@@ -7,6 +7,7 @@ is not read. Both walk through the tokens by `src_to_dst`, whose every entry is 
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,6 +18,9 @@ from hal.kernels.scratch import current_device
 from hal.kernels.tuning import supports_pdl
 
 __all__ = ["combine_kernel", "expand_kernel", "moe_combine", "moe_expand", "unrolled"]
+
+#: Bytes of an element -> the dtype that its bits are copied as: floats that the target lacks need no conversion then.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @triton.jit(do_not_specialize=["rows", "top_k", "scale"])
@@ -102,7 +106,7 @@ def moe_expand(x: Tensor, places: Tensor, out: Tensor, *, top_k: int) -> None:
     """Copy the row of each token to the places of its slots.
 
     Args:
-        x: (T, H).
+        x: (T, H) of any dtype of up to 8 bytes.
         places: (T * k,) int32 as in `moe_combine`.
         out: (T * k, H), written where a slot has its place.
         top_k: k.
@@ -111,9 +115,9 @@ def moe_expand(x: Tensor, places: Tensor, out: Tensor, *, top_k: int) -> None:
     if tokens == 0 or hidden == 0:
         return
     block, warps = row_blocks(x.device, tokens, hidden)
-    pdl = supports_pdl(x.device)
+    pdl, bits = supports_pdl(x.device), _BITS[x.element_size()]
     with current_device(x.device):
         expand_kernel[(tokens * triton.cdiv(hidden, block),)](
-            x, places, out, out.shape[0], hidden, top_k, x.stride(0), out.stride(0),
+            x.view(bits), places, out.view(bits), out.shape[0], hidden, top_k, x.stride(0), out.stride(0),
             unrolled(top_k), block, pdl, num_warps=warps, num_stages=1, enable_fp_fusion=True, **pdl_options(pdl),
         )  # fmt: skip

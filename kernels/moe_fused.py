@@ -20,6 +20,9 @@ from hal.kernels.scratch import scratch
 
 __all__ = ["fused_moe"]
 
+#: Elements between whose multiples a list begins: an address of another alignment would be another variant of a kernel.
+_ALIGNED = 32
+
 
 def fused_moe(
     x: Tensor,
@@ -108,8 +111,9 @@ def _sorted(
     device, slots, top_k = x.device, routing.slots, routing.ids.shape[1]
     experts, hidden, inner = w_down.shape
     bound = most_tiles(slots, experts, config.block_m)
-    lists = scratch("moe_index", 2 * slots, torch.int32, device)
-    sorted_slots, places = lists[:slots], lists[slots : 2 * slots]
+    second = -(-slots // _ALIGNED) * _ALIGNED
+    lists = scratch("moe_index", second + slots, torch.int32, device)
+    sorted_slots, places = lists[:slots], lists[second : second + slots]
     tiles = scratch("moe_tiles", 4 + 4 * bound, torch.int32, device)
     index_slots(routing, sorted_slots, places, None, tiles, config.block_m)
     inter = scratch("moe_inter", slots * inner, x.dtype, device)[: slots * inner].view(slots, inner)

@@ -119,8 +119,8 @@ def _write_tiles(tiles_ptr, sizes_ptr, counts, writer, writers, rows, local, bou
         tl.store(sizes_ptr + bin, counts, mask=bin < tl.where(writer == 0, local, 0))
     if tiles_ptr is not None:
         sums = tl.cumsum(counts, 0)
-        begin = tl.minimum(sums - counts, rows)
-        end = tl.minimum(sums, rows)
+        begin = tl.minimum(sums - counts, rows).to(tl.int32)
+        end = tl.minimum(sums, rows).to(tl.int32)
         tiles = tl.cdiv(end - begin, BLOCK_M)
         first = tl.cumsum(tiles, 0) - tiles
         total = tl.sum(tiles, 0)
@@ -237,7 +237,7 @@ def tiles_kernel(tiles_ptr, sizes_ptr, rows, local, bound, BINS: tl.constexpr, B
     """The list of tiles for given sizes; a negative size counts as 0, rows from `rows` on do not exist."""
     pdl_begin(PDL)
     bin = tl.arange(0, BINS)
-    counts = tl.maximum(tl.load(sizes_ptr + bin, mask=bin < local, other=0), 0)
+    counts = tl.maximum(tl.load(sizes_ptr + bin, mask=bin < local, other=0), 0).to(tl.int64)  # sums of any sizes fit
     _write_tiles(tiles_ptr, None, counts, tl.program_id(0), tl.num_programs(0), rows, local, bound, BINS, BLOCK_M, FILL)
 
 

@@ -17,7 +17,7 @@ __all__ = ["JUDGES", "assert_same_index"]
 
 #: Activation ops -> what the oracle calls them, given their arguments.
 _ACTIVATIONS: dict[str, Callable[[dict[str, Any]], tuple[str, float | None, float | None]]] = {
-    "silu_and_mul": lambda a: ("silu", None, None),
+    "silu_and_mul": lambda a: ("silu", None, a["limit"]),
     "gelu_and_mul": lambda a: ("gelu" if a["approximate"] == "none" else "gelu_tanh", None, None),
     "swiglu_oai_and_mul": lambda a: ("swiglu_oai", a["alpha"], a["limit"]),
 }

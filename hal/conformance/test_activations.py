@@ -18,6 +18,8 @@ from hal.conformance.subject import Subject
 _FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "silu": ("silu_and_mul", {}),
     "silu-interleaved": ("silu_and_mul", {"gate_up": "interleaved"}),
+    "silu-limit": ("silu_and_mul", {"limit": 1.5}),
+    "silu-limit-interleaved": ("silu_and_mul", {"limit": 7.0, "gate_up": "interleaved"}),
     "gelu": ("gelu_and_mul", {}),
     "gelu-interleaved": ("gelu_and_mul", {"gate_up": "interleaved"}),
     "gelu-tanh": ("gelu_and_mul", {"approximate": "tanh"}),
@@ -90,6 +92,16 @@ def test_swiglu_oai_on_paper(hal_subject: Subject) -> None:
     expected = [[full * 1.0, full * 8.0], [-10.0 / (1 + math.exp(17.02)) * -6.0, 1.0 / (1 + math.exp(-1.702)) * 3.0]]
     out = hal_subject.verify("swiglu_oai_and_mul", {"x": x})
     close("out", out, torch.tensor(expected, dtype=torch.float64), OUTPUT[torch.float32])
+
+
+@pytest.mark.hal_op("silu_and_mul")
+def test_limit_of_silu_on_paper(hal_subject: Subject) -> None:
+    """The gate is clamped from above only, the up from both sides, as in `fused_moe`; without a limit neither is."""
+    x = torch.tensor([[10.0, -10.0, 2.0, 10.0, -10.0, 1.0]], device=hal_subject.device)  # 3 gates, 3 ups
+    for limit, gates, ups in ((3.0, (3.0, -10.0, 2.0), (3.0, -3.0, 1.0)), (None, (10.0, -10.0, 2.0), (10.0, -10.0, 1.0))):
+        expected = [[gate / (1 + math.exp(-gate)) * up for gate, up in zip(gates, ups, strict=True)]]
+        out = hal_subject.verify("silu_and_mul", {"x": x, "limit": limit})
+        close("out", out, torch.tensor(expected, dtype=torch.float64), OUTPUT[torch.float32])
 
 
 @pytest.mark.hal_op("gelu_and_mul")

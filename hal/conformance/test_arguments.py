@@ -258,7 +258,8 @@ _TABLE: dict[str, tuple[tuple[str, str, Change], ...]] = {
     ),
     "moe_expand": (
         ("x", "1d", lambda old: old[0]),
-        ("x", "int", _to(torch.int32)),
+        ("x", "16-bytes", _to(torch.complex128)),
+        ("x", "other-than-out", _to(torch.int32)),
         ("x", "strides", _spread),
         ("x", "grad", _needs_grad),
         ("index", "tuple", lambda old: tuple(old)),
@@ -294,6 +295,7 @@ _TABLE: dict[str, tuple[tuple[str, str, Change], ...]] = {
         ("out", "overlap", _overlapping),
     ),
     **dict.fromkeys(_ACTIVATIONS, _ACTIVATED),
+    "silu_and_mul": (*_ACTIVATED, ("limit", "zero", _const(0.0)), ("limit", "flag", _const(True)), ("limit", "text", _const("7"))),
     "gelu_and_mul": (*_ACTIVATED, ("approximate", "unknown", _const("erf"))),
     "swiglu_oai_and_mul": (*_ACTIVATED, ("alpha", "nan", _const(float("nan"))), ("limit", "zero", _const(0.0)), ("limit", "none", _const(None))),
     "moe_combine": (

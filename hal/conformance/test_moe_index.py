@@ -53,14 +53,15 @@ def test_experts(hal_subject: Subject, experts: int) -> None:
 
 
 @INDEX
-@pytest.mark.parametrize("tokens", THRESHOLDS)
-@pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (60, 9)])
+@pytest.mark.parametrize(
+    ("experts", "top_k", "tokens"), [*((8, 2, tokens) for tokens in THRESHOLDS), *((60, 9, tokens) for tokens in THRESHOLDS if tokens <= 129)]
+)
 def test_tokens(hal_subject: Subject, tokens: int, experts: int, top_k: int) -> None:
     hal_subject.verify("moe_index", {"ids": draw(hal_subject, tokens, top_k, experts), "num_experts": experts})
 
 
 @INDEX
-@pytest.mark.parametrize("slots", [1023, 1024, 1025, 4095, 4097])
+@pytest.mark.parametrize("slots", [1023, 1024, 1025, pytest.param(4095, marks=pytest.mark.hal_gpu), 4097])
 def test_many_slots(hal_subject: Subject, slots: int) -> None:
     """Beyond what one program sorts at once: slots ascend within each expert."""
     hal_subject.verify("moe_index", {"ids": draw(hal_subject, slots, 1, 7), "num_experts": 7})
@@ -196,6 +197,24 @@ def test_expand_keeps_bits(hal_subject: Subject) -> None:
     x = rows(hal_subject, 9, 8)
     x[3], x[4], x[5], x[6] = math.nan, -0.0, math.inf, -math.inf
     hal_subject.verify("moe_expand", {"x": x, "index": index_of(some_ids(hal_subject), 5)})
+
+
+@EXPAND
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.int32, torch.float64], ids=str)
+@pytest.mark.parametrize("width", [1, 24, 100])
+def test_expand_any_dtype(hal_subject: Subject, dtype: torch.dtype, width: int) -> None:
+    """Quantised rows, scales of rows and more: every bit pattern is copied, those of NaN included."""
+    drawn = torch.randint(256, (9, width * dtype.itemsize), generator=hal_subject.generator(), dtype=torch.uint8).to(hal_subject.device)
+    x = drawn.view(dtype) if dtype is not torch.bool else drawn > 127
+    hal_subject.verify("moe_expand", {"x": x, "index": index_of(some_ids(hal_subject), 5)})
+
+
+@EXPAND
+def test_expand_quantised_into_padded_rows(hal_subject: Subject) -> None:
+    """Rows of 40 codes of either side's own stride; memory around the result is guarded."""
+    wide = torch.randint(-128, 128, (9, 64), generator=hal_subject.generator(), dtype=torch.int8).to(hal_subject.device)
+    out, buffer = strided_slice((27, 40), torch.int8, hal_subject.device, 77)
+    hal_subject.verify("moe_expand", Built({"x": wide[:, 3:43], "index": index_of(some_ids(hal_subject), 5), "out": out}, {"out": buffer}))
 
 
 @EXPAND

@@ -27,13 +27,14 @@ _APPROXIMATIONS = ("none", "tanh")
 class SiluAndMul(Protocol):
     """Type of `backend.silu_and_mul`."""
 
-    def __call__(self, x: Tensor, *, gate_up: str = "concat", out: Tensor | None = None) -> Tensor:
-        """Return `gate * sigmoid(gate) * up`.
+    def __call__(self, x: Tensor, *, gate_up: str = "concat", limit: float | None = None, out: Tensor | None = None) -> Tensor:
+        """Return `g * sigmoid(g) * u`: of gate and up as they are, or with a limit of `g = min(gate, limit)`, `u = clamp(up, -limit, limit)`.
 
         Args:
             x: (M, 2I) fp32, fp16 or bf16, I >= 1; the last dimension contiguous, any row stride.
             gate_up: "concat": the first I columns are gates, the others ups; "interleaved": columns 0, 2, ... are gates and
                 1, 3, ... ups.
+            limit: above 0, or None for no clamp.
             out: (M, I) in x's dtype, any row stride, apart from x.
 
         Returns:
@@ -86,8 +87,10 @@ class SwigluOaiAndMul(Protocol):
         """
 
 
-def _silu_and_mul_signature(x, *, gate_up="concat", out=None):
-    return (x.shape, x.stride(), x.dtype, x.device, gate_up, facts(out), x.requires_grad and torch.is_grad_enabled())
+def _silu_and_mul_signature(x, *, gate_up="concat", limit=None, out=None):
+    return (
+        x.shape, x.stride(), x.dtype, x.device, gate_up, limit, limit.__class__, facts(out), x.requires_grad and torch.is_grad_enabled(),
+    )  # fmt: skip
 
 
 def _gelu_and_mul_signature(x, *, approximate="none", gate_up="concat", out=None):
@@ -110,7 +113,7 @@ class ActivationCall:
         dtype: dtype of x.
         rows: M. intermediate: I.
         gate_up: "concat" or "interleaved".
-        features: the optional arguments in use: out, tanh.
+        features: the optional arguments in use: out, tanh, limit (of `silu_and_mul`).
         x_strides: in elements.
     """
 
@@ -137,7 +140,10 @@ def _check(check: Checker, a: Arguments, used: frozenset[str] = frozenset()) -> 
 
 def check_silu_and_mul(a: Arguments) -> ActivationCall:
     """Check a `silu_and_mul` call and return what gates look at."""
-    return _check(Checker("silu_and_mul", a.x.device), a)
+    check = Checker("silu_and_mul", a.x.device)
+    if a.limit is not None:
+        check.number("limit", a.limit, above=0.0)
+    return _check(check, a, frozenset({"limit"} if a.limit is not None else ()))
 
 
 def check_gelu_and_mul(a: Arguments) -> ActivationCall:

@@ -20,6 +20,9 @@ from hal.ops.signature import facts, number, types
 
 __all__ = ["MOE_COMBINE", "MOE_EXPAND", "MOE_INDEX", "MoeIndexCall", "MoeRowsCall"]
 
+#: Largest element that `moe_expand` copies.
+_MOST_BYTES = 8
+
 
 class MoeIndexOp(Protocol):
     """Type of `backend.moe_index`."""
@@ -116,12 +119,13 @@ class MoeExpand(Protocol):
         """Copy each token once for each of its experts, in the order of the index: `out[d] = x[dst_to_src[d] // k]`.
 
         Args:
-            x: (T, H) fp32, fp16 or bf16; the last dimension contiguous, any row stride.
+            x: (T, H) of any dtype of up to 8 bytes, quantised rows and scales of rows among them; the last dimension contiguous,
+                any row stride.
             index: from `moe_index`, of T * k slots.
             out: (T*k, H) in x's dtype, any row stride, apart from x.
 
         Returns:
-            (T*k, H); rows from `sum(expert_sizes)` on are unspecified.
+            (T*k, H), bit for bit; rows from `sum(expert_sizes)` on are unspecified.
 
         Raises:
             ArgumentError: an argument is outside this contract.
@@ -200,7 +204,9 @@ class MoeRowsCall:
 def check_moe_expand(a: Arguments) -> MoeRowsCall:
     """Check a `moe_expand` call and return what gates look at."""
     check = Checker("moe_expand", a.x.device)
-    check.tensor("x", a.x, shape=(None, None), axes="(T, H)", dtypes=FLOATS)
+    check.tensor("x", a.x, shape=(None, None), axes="(T, H)")
+    if a.x.dtype.itemsize > _MOST_BYTES:
+        raise check.fail("x", f"has dtype {a.x.dtype}", f"a dtype of up to {_MOST_BYTES} bytes")
     check.no_grad(x=a.x)
     tokens, hidden = a.x.shape
     index = check_index(check, "index", a.index)

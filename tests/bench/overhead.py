@@ -3,7 +3,7 @@
     python tests/bench/overhead.py [--json FILE] [--check]
 
 The implementation is an empty function with the contract's signature, so only dispatch is measured; tensors are on the
-CPU, with the shapes of a small decode step. Medians of 7 rounds. `--check` fails beyond twice the limits in the last column.
+CPU, with the shapes of a small decode step, and of 8 small experts. Medians of 7 rounds. `--check` fails beyond twice the limits in the last column.
 """
 
 from __future__ import annotations
@@ -60,7 +60,11 @@ def calls() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
     new = torch.randn(4, 8, 128)
     slots = torch.arange(4)
     write: tuple[Any, dict[str, Any]] = ((new, new, cache, cache, slots), {})
+    x, up, down = torch.randn(4, 64), torch.randn(8, 64, 64), torch.randn(8, 64, 32)
+    weights, ids = torch.rand(4, 2), torch.zeros(4, 2, dtype=torch.int32)
     return {
+        "topk_softmax": ((torch.randn(4, 8), 2), {"renormalize": True}),
+        "fused_moe": ((x, up, down, weights, ids), {}),
         "write_kv": write,
         "merge_states": ((q, lse, q, lse), {}),
         "flash_decode": ((q, cache, cache, lens, table), {"window": 64, "return_lse": True}),
@@ -79,6 +83,8 @@ ROWS = (  # what, op, validate, gated, limit in microseconds
     ("validate: off, gated (signature key)", "flash_decode", "off", True, 2.5),
     ("validate: first, CPU (values read too)", "flash_decode", "first", True, 6.0),
     ("validate: first (signature key)", "write_kv", "first", True, 6.0),
+    ("validate: first (signature key)", "topk_softmax", "first", True, 2.0),
+    ("validate: first (signature key)", "fused_moe", "first", True, 4.0),
 )
 
 

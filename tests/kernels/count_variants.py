@@ -2,8 +2,8 @@
 
     python tests/kernels/count_variants.py
 
-Prints a JSON object: case -> {kernel: variants that it adds}. Each case of decoding runs as on a GPU that gets the
-portable kernel and as on Hopper. Needs no GPU; must not run under TRITON_INTERPRET.
+Prints a JSON object: case -> {kernel: variants that it adds}. Each case of decoding and of experts runs as on a GPU that
+gets the portable kernels and as on Hopper. Needs no GPU; must not run under TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -54,21 +54,31 @@ def compile_only() -> Iterator[None]:
 @contextmanager
 def hopper() -> Iterator[None]:
     """Let the launcher see a Hopper GPU of 132 multiprocessors."""
-    from hal.kernels import flash_decode
+    from hal.backends import triton_moe, triton_ops  # noqa: F401
 
-    pretended = {
+    pretended: dict[str, Callable[..., Any]] = {
         "is_hopper": lambda device: True,
         "supports_pdl": lambda device: True,
         "decode_programs": lambda device, config: 132 * config.residents,
+        "multiprocessors": lambda device: 132,
     }
-    own = {name: getattr(flash_decode, name) for name in pretended}
-    vars(flash_decode).update(pretended)
-    flash_decode._partition.cache_clear()
+    modules = [vars(module) for name, module in sys.modules.items() if name.startswith("hal.kernels.")]
+    own = [{name: module[name] for name in pretended if name in module} for module in modules]
+
+    def forget() -> None:
+        for module in modules:
+            for value in list(module.values()):
+                getattr(value, "cache_clear", lambda: None)()
+
+    for module, names in zip(modules, own, strict=True):
+        module.update({name: pretended[name] for name in names})
+    forget()
     try:
         yield
     finally:
-        vars(flash_decode).update(own)
-        flash_decode._partition.cache_clear()
+        for module, names in zip(modules, own, strict=True):
+            module.update(names)
+        forget()
 
 
 def decode(sequences: int, columns: int, pages: int, padding: int = 0, **extra: Any) -> None:
@@ -116,21 +126,44 @@ def merge(sequences: int, columns: int, pages: int) -> None:
     merge_states(out, lse, out.clone(), lse.clone())
 
 
+def experts(tokens: int, seed: int) -> None:
+    """Routing, the fused op and its stages: 24 experts of 64 x 32, 3 of them for each token, with ids, factors and limits of `seed`."""
+    from hal.backends import triton_moe as moe
+
+    generator = torch.Generator().manual_seed(seed)
+    x, residual = torch.zeros(2, tokens, 64, dtype=torch.bfloat16)
+    up, down = torch.zeros(24, 64, 64, dtype=torch.bfloat16), torch.zeros(24, 64, 32, dtype=torch.bfloat16)
+    logits = torch.randn(tokens, 24, generator=generator)
+    weights, ids = moe.topk_softmax(logits, 3, renormalize=True)
+    moe.route(logits, 3, scoring="sigmoid", correction_bias=torch.zeros(24), scale=1.5 + seed)
+    ids.copy_(torch.randint(24, (tokens, 3), generator=generator))
+    moe.fused_moe(x, up, down, weights, ids)
+    oai = {"activation": "swiglu_oai", "alpha": 1.0 + seed, "limit": 7.0 + seed}
+    moe.fused_moe(x, up, down, weights, ids, **oai, num_valid_tokens=torch.zeros((), dtype=torch.int32))
+    index = moe.moe_index(ids, 24)
+    rows = moe.moe_expand(x, index)
+    rows = moe.group_gemm(moe.silu_and_mul(moe.group_gemm(rows, up, index.expert_sizes), limit=1.0 + seed), down, index.expert_sizes)
+    moe.moe_combine(rows, weights, index, residual=residual, scale=0.5 + seed)
+
+
+def serve(tokens: tuple[int, ...], seed: int) -> None:
+    """`experts` with each number of tokens."""
+    for count in tokens:
+        experts(count, seed)
+
+
 def variants() -> dict[str, int]:
     """Compiled variants of each kernel so far."""
-    from hal.kernels import decode_hopper, decode_kernel, decode_partition, decode_reduce, last_rows, merge_states, write_kv
+    from triton.runtime.jit import JITFunction
 
-    kernels = (
-        decode_kernel.decode_kernel,
-        decode_hopper.decode_hopper_kernel,
-        decode_partition.plan_kernel,
-        decode_reduce.reduce_kernel,
-        decode_reduce.depth_kernel,
-        merge_states.merge_kernel,
-        write_kv.write_kernel,
-        last_rows.last_row_kernel,
-    )
-    return {kernel.fn.__name__: len(kernel.device_caches[0][0]) for kernel in kernels}
+    from hal.backends import triton_moe, triton_ops  # noqa: F401
+
+    found: dict[str, int] = {}
+    for module in [module for name, module in sys.modules.items() if name.startswith("hal.kernels.")]:
+        for name, kernel in vars(module).items():
+            if isinstance(kernel, JITFunction) and name.endswith("_kernel"):
+                found[name] = len(kernel.device_caches[0][0])
+    return found
 
 
 TREE = torch.ones(33 * 2, 2, dtype=torch.bool)
@@ -152,6 +185,13 @@ OTHERS: dict[str, list[Callable[[], None]]] = {
     "write-many": [partial(write, rows, 0, pages) for rows, pages in ((513, 1), (1024, 16), (4097, 300))],
     "merge": [partial(sweep, merge)],
 }
+#: Numbers of tokens in every class that configs may tell apart, odd ones; then others in the same classes, multiples of 16 among them.
+WARM, OTHER = (1, 3, 5, 9, 17, 33, 65, 129, 257, 515, 1031, 2051), (2, 4, 8, 16, 31, 32, 48, 64, 80, 128, 250, 256, 512, 600, 1024, 1500, 2048)
+#: Experts: a warm-up, and the calls after it.
+EXPERTS: dict[str, list[Callable[[], None]]] = {
+    "experts": [partial(serve, WARM, 0)],
+    "experts-again": [partial(serve, OTHER, 1), partial(serve, WARM, 2)],
+}
 
 
 def count(cases: dict[str, list[Callable[[], None]]], prefix: str = "") -> dict[str, dict[str, int]]:
@@ -169,9 +209,9 @@ def count(cases: dict[str, list[Callable[[], None]]], prefix: str = "") -> dict[
 def main() -> None:
     """Sweep the cases."""
     with compile_only():
-        found = count(CASES | OTHERS)
+        found = count(CASES | OTHERS | EXPERTS)
         with hopper():
-            found |= count(CASES, "hopper-")
+            found |= count(CASES | EXPERTS, "hopper-")
     print(json.dumps(found))
 
 

@@ -22,7 +22,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
+from tests.kernels.moe_naive import GARBAGE, act, assert_close, make_experts, n_inner, split_gate_up
+from tests.kernels.moe_naive import check as check_experts
 from tests.kernels.naive import NAN, Problem, assert_matches, expected, make_problem
+from tests.kernels.naive_route import assert_routes
 
 BF16, F16, F32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 TREE = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 0, 1, 0, 1]], dtype=torch.bool)
@@ -127,6 +130,65 @@ def merge(device: torch.device) -> None:
     assert_matches((merged, lse), (wanted, total), F32)
 
 
+def route(device: torch.device, experts: int, top_k: int, dtype: torch.dtype = BF16, **options: Any) -> None:
+    """Rows that fill their memory, bad ones among them; the last row is the last program's."""
+    from hal.backends.triton_moe import route
+
+    logits = torch.randn(9, experts, generator=torch.Generator().manual_seed(0))
+    logits[3], logits[8] = NAN, math.inf
+    logits = logits.to(dtype).to(device)
+    assert_routes(route(logits, top_k, **options), logits, top_k, **options)
+
+
+def experts(device: torch.device, *, dtype: torch.dtype = BF16, **options: Any) -> None:
+    """Sizes that no tile divides, weights and lists that end with their memory, ids that point far outside."""
+    top_k, tokens = options.setdefault("top_k", 3), options["tokens"]
+    problem = make_experts(device, **{"experts": 7, "hidden": 100, "inner": 72} | options, dtype=dtype)
+    flat = problem.ids.view(-1)
+    flat[::5] = torch.tensor((*GARBAGE, 7), dtype=torch.int32, device=device).repeat(tokens * top_k)[: flat[::5].numel()]
+    flat[-1] = 6  # the last expert, for the last token
+    check_experts(problem)
+
+
+def stages(device: torch.device, tokens: int) -> None:
+    """The ops of the pipeline one by one, each in allocations of its own; two rows have no expert."""
+    from hal.backends import triton_moe as moe
+
+    generator = torch.Generator().manual_seed(tokens)
+    count, top_k, hidden, inner = 5, 3, 40, 24
+    x, up, down = (torch.randn(*s, generator=generator) for s in ((tokens, hidden), (count, 2 * inner, hidden), (count, hidden, inner)))
+    weights = torch.rand(tokens, top_k, generator=generator)
+    ids = torch.randint(count, (tokens, top_k), generator=generator, dtype=torch.int32)
+    ids[0], ids[1] = -1, count
+    index = moe.moe_index(ids.to(device), count)
+    rows = moe.moe_expand(x.to(device), index)
+    codes = moe.moe_expand((x * 20).to(torch.int8).to(device), index)
+    hidden_rows = moe.silu_and_mul(moe.group_gemm(rows, n_inner(up).to(device), index.expert_sizes))
+    out = moe.moe_combine(
+        moe.group_gemm(hidden_rows, down.to(device), index.expert_sizes), weights.to(device), index, residual=x.to(device), scale=0.5
+    )
+    used = int(index.expert_sizes.sum())
+    source = index.dst_to_src[:used].cpu().long() // top_k
+    assert torch.equal(codes[:used].cpu(), (x * 20).to(torch.int8)[source]), "rows of int8 are not those of their tokens"
+    wanted = x.double()
+    for t in range(tokens):
+        for j, e in enumerate(ids[t].tolist()):
+            if 0 <= e < count:
+                gate, up_ = split_gate_up(up[e].double() @ x[t].double(), "concat")
+                wanted[t] += 0.5 * weights[t, j].double() * (down[e].double() @ act("silu", gate, up_))
+    assert_close(out, wanted, F32)
+
+
+def sizes_beyond_rows(device: torch.device) -> None:
+    """Sizes below 0, whose sum overflows int32, and rows beyond the tensor."""
+    from hal.backends.triton_moe import group_gemm
+
+    x, weight = torch.randn(12, 40), torch.randn(4, 24, 40)
+    sizes = torch.tensor([5, -(2**31), 2**31 - 1, 2**31 - 1], dtype=torch.int32)
+    out = group_gemm(x.to(device), weight.to(device), sizes.to(device))
+    assert_close(out, torch.cat([x[:5].double() @ weight[0].double().T, x[5:].double() @ weight[2].double().T]), F32)
+
+
 Case = Callable[[torch.device], None]
 CASES: dict[str, Case] = {
     "edges": partial(decode, lengths=EDGES),
@@ -148,6 +210,21 @@ CASES: dict[str, Case] = {
     "write-int8": partial(write, layout="HND", kv=torch.int8),
     "write-shared-slots": write_shared,
     "merge": merge,
+    "route": partial(route, experts=60, top_k=6),
+    "route-few-experts": partial(route, experts=7, top_k=7, dtype=F32),
+    "route-many-experts": partial(route, experts=1100, top_k=3, dtype=F16),
+    "route-groups": partial(route, experts=24, top_k=4, scoring="sigmoid", num_groups=4, top_groups=2, renormalize=True),
+    "experts-one-token": partial(experts, tokens=1, top_k=2),
+    "experts-one-token-n-inner": partial(experts, tokens=1, top_k=2, transposed=True, dtype=F32),
+    "experts": partial(experts, tokens=40),
+    "experts-biased": partial(experts, tokens=20, biased=True, dtype=F16),
+    "experts-n-inner": partial(experts, tokens=40, transposed=True, gate_up="interleaved", activation="swiglu_oai", limit=7.0),
+    "experts-aligned": partial(experts, tokens=40, hidden=136, inner=72),
+    "experts-many-rows": partial(experts, tokens=300, hidden=64, inner=40),
+    "experts-padding": partial(experts, tokens=20, num_valid_tokens=torch.tensor(20, dtype=torch.int32), biased=True),
+    "expert-stages": partial(stages, tokens=20),
+    "expert-stages-many-slots": partial(stages, tokens=1400),
+    "group-gemm-sizes": sizes_beyond_rows,
 }
 
 

@@ -38,6 +38,7 @@ ADDED = {
     "write": {"write_kernel": 1},
     "write-many": {"write_kernel": 1, "last_row_kernel": 2},  # a pass that empties, one that fills
     "merge": {"merge_kernel": 1},
+    "experts-again": {},  # other numbers of tokens, routings, factors and limits
     "hopper-plain": HOPPER,
     "hopper-windows": HOPPER,
     "hopper-variable": HOPPER,
@@ -47,7 +48,11 @@ ADDED = {
     "hopper-invariant": PORTABLE,
     "hopper-short": {},
     "hopper-short-variable": {},
+    "hopper-experts-again": {},
 }
+#: Cases that compile whatever the tables of configs name, and kernels that are among it.
+WARM_UPS = {"experts", "hopper-experts"}
+EXPERT_KERNELS = {"route_kernel", "moe_gemm_kernel", "combine_kernel", "expand_kernel", "activation_kernel", "tiles_kernel", "slot_down_kernel"}
 
 
 @pytest.mark.parametrize("case", ADDED)
@@ -56,7 +61,12 @@ def test_variants_depend_on_few_facts(counted: dict[str, dict[str, int]], case: 
 
 
 def test_all_counted_cases_are_expected(counted: dict[str, dict[str, int]]) -> None:
-    assert set(counted) == set(ADDED)
+    assert set(counted) == set(ADDED) | WARM_UPS
+
+
+@pytest.mark.parametrize("case", sorted(WARM_UPS))
+def test_warm_ups_reach_every_path(counted: dict[str, dict[str, int]], case: str) -> None:
+    assert set(counted[case]) >= EXPERT_KERNELS
 
 
 ROUNDING = """
@@ -99,11 +109,14 @@ def test_head_dims_are_cut_without_waste(dim: int, parts: tuple[int, int]) -> No
 def test_signatures_are_the_contracts() -> None:
     import inspect
 
-    from hal.backends import triton_ops
+    from hal.backends import triton_moe, triton_ops
+    from hal.backends.triton import backend
     from hal.ops import OPS
 
-    for name in triton_ops.__all__:
-        ours = inspect.signature(getattr(triton_ops, name)).parameters
+    functions = {name: getattr(module, name) for module in (triton_ops, triton_moe) for name in module.__all__}
+    assert set(functions) == set(backend().implementations)
+    for name, function in functions.items():
+        ours = inspect.signature(function).parameters
         theirs = OPS[name].parameters.parameters
         assert [(p.name, p.kind, p.default) for p in ours.values()] == [(p.name, p.kind, p.default) for p in theirs.values()]
 
@@ -128,6 +141,31 @@ def test_gates_name_the_generation() -> None:
     assert codes(torch.float16, torch.int8, "nvidia", (8, 0)) == []
     assert codes(torch.bfloat16, e4m3, "amd", (9, 4)) == []
     assert "flash_prefill" not in backend().implementations
+
+
+def test_expert_gates() -> None:
+    from types import SimpleNamespace
+
+    from hal.backends.triton import backend
+    from hal.device import DeviceInfo
+
+    def codes(op: str, facts: dict[str, object], arch: tuple[int, int] = (9, 0), **more: object) -> list[str]:
+        gate = backend().implementations[op].gate
+        assert gate is not None
+        return [r.code.value for r in gate(SimpleNamespace(**facts, **more), DeviceInfo("cuda", 0, "nvidia", "card", arch))]
+
+    fused: dict[str, object] = {"dtype": torch.bfloat16, "weight_dtype": torch.bfloat16, "out_dtype": torch.bfloat16, "w_scales": None, "num_experts": 10**6}
+    product: dict[str, object] = {"dtype": torch.float16, "weight_dtype": torch.float16, "out_dtype": torch.float16, "w_scales": None, "num_experts": 8}
+    assert codes("fused_moe", fused, num_local_experts=1025) == []
+    assert codes("fused_moe", fused, num_local_experts=8192) == ["SHAPE"]
+    assert codes("fused_moe", fused, (7, 5), num_local_experts=8) == ["ARCH"]
+    assert codes("fused_moe", fused | {"weight_dtype": torch.int8, "w_scales": "channel"}, num_local_experts=8) == ["FEATURE"]
+    assert codes("group_gemm", product, rows=2**31 - 2**16) == []
+    assert codes("group_gemm", product, rows=2**31) == ["SHAPE"]
+    assert codes("group_gemm", product | {"out_dtype": torch.bfloat16}, (7, 5), rows=5) == ["ARCH"]
+    assert codes("moe_index", {"num_experts": 10**6}, num_local_experts=8191) == []
+    assert codes("moe_index", {"num_experts": 10**6}, num_local_experts=10**6) == ["SHAPE"]
+    assert codes("silu_and_mul", {"dtype": torch.bfloat16}, (7, 5)) == ["ARCH"]
 
 
 def test_declaring_the_backend_imports_no_triton() -> None:

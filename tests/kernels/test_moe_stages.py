@@ -188,6 +188,18 @@ def test_combine_adds_in_the_order_of_choices(device: torch.device) -> None:
         assert out.item() == total.item()
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn, torch.int64], ids=str)
+def test_expand_copies_bits(device: torch.device, dtype: torch.dtype) -> None:
+    """Every code of 8 bits, NaN among them, and elements of 8 bytes."""
+    from hal.kernels.moe_combine import moe_expand
+
+    codes = torch.arange(256 * dtype.itemsize, dtype=torch.int32).to(torch.uint8).view(2, -1)
+    x = (codes > 99 if dtype is torch.bool else codes.view(dtype)).to(device)
+    out = torch.zeros(4, x.shape[1], dtype=dtype, device=device)
+    moe_expand(x, torch.tensor([3, 1, 0, 2], dtype=torch.int32, device=device), out, top_k=2)
+    assert torch.equal(out.view(torch.uint8), x.view(torch.uint8)[[1, 0, 1, 0]])
+
+
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
 @pytest.mark.parametrize("top_k", [1, 3, 17])
 def test_expand(device: torch.device, dtype: torch.dtype, top_k: int) -> None:
