@@ -228,7 +228,8 @@ def bench_decode(
     The read ceiling is measured first. With --against, each implementation of that file runs on the same buffers under the
     same timer; one that fails or is wrong is reported and never counts as beaten.
     """
-    from hal.bench.decode import Options, run
+    from hal.bench.decode.run import run
+    from hal.bench.run import Options
 
     run(
         Options(
