@@ -19,7 +19,7 @@ from hal.errors import HalError
 __all__ = ["Ceilings", "measure_ceilings"]
 
 #: Type of device -> bytes to read, rows and columns of a matrix, dtype of the product.
-_SIZES = {"cuda": (1 << 32, 8192, "bf16"), "cpu": (1 << 26, 512, "fp32")}
+_SIZES = {"cuda": (1 << 32, 8192, "bf16"), "cpu": (1 << 24, 256, "fp32")}
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -78,8 +78,8 @@ C = TypeVar("C", bound=Case)
 class Session(Generic[R]):
     """A run in progress: each row is shown and written as it comes, and what is left out is listed."""
 
-    def __init__(self, options: Options, result: Result[R], budget: Budget, op: str, backend: Any) -> None:
-        self.options, self.result, self._budget, self._op, self._backend = options, result, budget, op, backend
+    def __init__(self, options: Options, result: Result[R], budget: Budget, ops: Collection[str], backend: Any) -> None:
+        self.options, self.result, self._budget, self._ops, self._backend = options, result, budget, ops, backend
 
     def measure(self, cases: Sequence[C], measure: Callable[[C], R], line: Callable[[R], str]) -> None:
         """Measure cases one by one, until the budget is spent; a lost device raises."""
@@ -117,7 +117,7 @@ class Session(Generic[R]):
 
     def write(self) -> None:
         """Write what was found so far."""
-        self.result.machine["served_by"] = served_by(self._backend, self._op)
+        self.result.machine["served_by"] = served_by(self._backend, self._ops)
         if self.options.json_path:
             self.result.write(self.options.json_path)
 
@@ -143,9 +143,9 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def served_by(backend: Any, op: str) -> str:
-    """Who computed an op so far."""
-    return ", ".join(sorted({report.chosen or "nobody" for report in backend.decisions() if report.op == op}))
+def served_by(backend: Any, ops: Collection[str]) -> str:
+    """Who computed some ops so far."""
+    return ", ".join(sorted({report.chosen or "nobody" for report in backend.decisions() if report.op in ops}))
 
 
 def check_groups(options: Options, known: Sequence[str], found: Sequence[object], apart: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["clock_us", "device_us", "graph_us", "host_us", "last_index", "method"]
+__all__ = ["clock_us", "device_us", "graph_us", "host_us", "kept", "last_index", "method"]
 
 #: Replays that count; replays and seconds before them (clocks fall while the host compiles); fewest calls in a graph (so that its own launch
 #: does not show).
@@ -72,7 +72,7 @@ def graph_us(calls: Sequence[Call], before_last: Spoil | None = None) -> tuple[f
         before_last(last)
         graph.replay()
         torch.cuda.synchronize()
-        last = _kept(last)
+        last = kept(last)
     return statistics.median(times), last
 
 
@@ -100,11 +100,11 @@ def last_index(sets: int) -> int:
     return (max(sets, _LEAST_CALLS) - 1) % sets
 
 
-def _kept(returned: Any) -> Any:
+def kept(returned: Any) -> Any:
     """Copy tensors out of the graph's memory, which goes with the graph."""
     if isinstance(returned, torch.Tensor):
         return returned.clone()
-    return tuple(_kept(item) for item in returned) if isinstance(returned, (tuple, list)) else returned
+    return tuple(kept(item) for item in returned) if isinstance(returned, (tuple, list)) else returned
 
 
 def host_us(call: Call, synchronize: Callable[[], None]) -> float:

@@ -131,7 +131,7 @@ def _machine(result: Result[Any]) -> str:
 
 def _ceilings(result: Result[Any]) -> str:
     c = result.ceilings
-    others = "".join(f", {dtype} {rate:.0f}" for dtype, rate in c.quantised_tflops.items() if isinstance(rate, float))
+    others = "".join(f", {dtype} {rate:.3g}" for dtype, rate in c.quantised_tflops.items() if isinstance(rate, float))
     return (
         f"Ceilings: streaming read {c.read_gbps:.0f} GB/s ({c.read_method}), {c.matmul_tflops:.3g} TFLOP/s ({c.matmul} matmul, random data{others})."
     )

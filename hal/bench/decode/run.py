@@ -49,7 +49,7 @@ def _run_cuda(options: Options, cases: Sequence[DecodeCase], device: torch.devic
     result = DecodeResult(machine_of(device, backend), measure_ceilings(device), method("KV caches", "random data, shuffled page tables"))
     say(f"{result.machine['gpu']}: read {result.ceilings.read_gbps:.0f} GB/s, bf16 {result.ceilings.matmul_tflops:.0f} TFLOP/s")
     peers = None if options.against is None else load_peers(options.against)
-    session = Session(options, result, budget, "flash_decode", backend)
+    session = Session(options, result, budget, ("flash_decode",), backend)
 
     def steps() -> None:
         # The host's rows come before cases with larger work memory, which is never freed.
