@@ -232,6 +232,9 @@ def test_quantised_rows_that_a_backend_refuses_are_skipped_with_the_reason(tmp_p
     assert row.us is None
     assert not row.problem
     assert row.skipped.startswith("ixformer: NOT_")
+    nobody = config.with_name("nobody.yaml")
+    nobody.write_text("name: nobody\nbackends: [ixformer]\n")
+    assert measure_case(hal.get_backend(config=nobody), quant, CEILINGS, None, CPU).skipped.startswith("ixformer: NOT_")
     assert measure_case(chained, EXPERTS, CEILINGS, None, CPU).us is not None  # others are measured as they are served
 
 

@@ -20,6 +20,7 @@ from hal.bench.moe.rows import MoeRow
 from hal.bench.moe.work import Call, Maker, Work, spoil
 from hal.bench.rows import PeerTime
 from hal.bench.timer import device_us, kept, last_index
+from hal.registry import REFERENCE
 from hal.report import Report
 
 __all__ = ["measure_case", "peak_bytes"]
@@ -68,8 +69,8 @@ def _measure(row: MoeRow, backend: Any, peers: MoePeers | None, device: torch.de
 
 
 def _refusal(report: Report) -> str:
-    """Why an earlier backend than the one that stands in would not serve the call, or why none does; empty if the first serves it."""
-    if report.chosen is not None and not report.fell_back:
+    """Why nobody serves the call, or only the reference stands in; empty if it is served as was asked."""
+    if report.chosen is not None and not (report.chosen == REFERENCE and report.fell_back):
         return ""
     reasons = [f"{c.backend}: {'; '.join(map(str, c.reasons))}" for c in report.candidates if c.listed and c.reasons]
     return " | ".join(reasons)
