@@ -31,6 +31,12 @@ _EXIT = {0: 0, 4: 2}
 
 BackendOption = Annotated[str | None, typer.Option("--backend", "-b", help="Backend for every op: runs or fails, never degrades.")]
 ConfigOption = Annotated[str | None, typer.Option("--config", "-c", help="YAML file, or the name of a shipped config.")]
+AgainstOption = Annotated[Path | None, typer.Option("--against", metavar="PEERS.py", help="Python file with other implementations to compare with.")]
+OnlyOption = Annotated[list[str] | None, typer.Option("--only", metavar="TEXT", help="Only cases whose name contains it; may be repeated.")]
+BenchJsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write everything there, after each row.")]
+PlotOption = Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw rates and ceilings there.")]
+MarkdownOption = Annotated[Path | None, typer.Option("--markdown", metavar="FILE", help="Write the tables there.")]
+LimitOption = Annotated[float | None, typer.Option("--limit-seconds", metavar="N", min=0, help="Start no row after that many seconds.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
@@ -209,45 +215,56 @@ def generate(
 @bench_app.command("decode")
 def bench_decode(
     backend: BackendOption = None,
-    against: Annotated[
-        Path | None, typer.Option("--against", metavar="PEERS.py", help="Python file with other implementations to compare with.")
-    ] = None,
-    only: Annotated[list[str] | None, typer.Option("--only", metavar="TEXT", help="Only cases whose name contains it; may be repeated.")] = None,
+    against: AgainstOption = None,
+    only: OnlyOption = None,
     group: Annotated[
         list[str] | None,
         typer.Option("--group", help="main (default), fp8, mla, invariant, pages, groups, dims, qlen, window, batch, host or all; may be repeated."),
     ] = None,
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write everything there, after each row.")] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw rates over sizes there.")] = None,
-    markdown: Annotated[Path | None, typer.Option("--markdown", metavar="FILE", help="Write the tables there.")] = None,
+    json_path: BenchJsonOption = None,
+    plot: PlotOption = None,
+    markdown: MarkdownOption = None,
     device: Annotated[str, typer.Option("--device", "-d", help="cuda, cuda:N, or cpu for one step of the reference beside transformers'.")] = "cuda",
-    limit_seconds: Annotated[float | None, typer.Option("--limit-seconds", metavar="N", min=0, help="Start no row after that many seconds.")] = None,
+    limit_seconds: LimitOption = None,
 ) -> None:
     """Measure flash_decode: time, rate of reading keys and values, and how close that is to what the GPU can.
 
     The read ceiling is measured first. With --against, each implementation of that file runs on the same buffers under the
     same timer; one that fails or is wrong is reported and never counts as beaten.
     """
-    from hal.bench.decode import Options, run
+    from hal.bench.decode.run import run
+    from hal.bench.run import Options
 
-    run(
-        Options(
-            backend=backend,
-            against=against,
-            only=tuple(only or ()),
-            groups=tuple(group or ("main",)),
-            json_path=json_path,
-            plot_path=plot,
-            markdown_path=markdown,
-            device=device,
-            limit_seconds=limit_seconds,
-        )
-    )
+    run(Options(backend, against, tuple(only or ()), tuple(group or ("main",)), json_path, plot, markdown, device, limit_seconds))
+
+
+@bench_app.command("moe")
+def bench_moe(
+    backend: BackendOption = None,
+    against: AgainstOption = None,
+    only: OnlyOption = None,
+    group: Annotated[list[str] | None, typer.Option("--group", help="experts and routing (default), quant, host or all; may be repeated.")] = None,
+    json_path: BenchJsonOption = None,
+    plot: PlotOption = None,
+    markdown: MarkdownOption = None,
+    device: Annotated[str, typer.Option("--device", "-d", help="cuda, cuda:N, or cpu for tiny shapes.")] = "cuda",
+    limit_seconds: LimitOption = None,
+) -> None:
+    """Measure fused_moe and topk_softmax: time, work memory, and how close that is to what the GPU can.
+
+    The read ceiling and the rate of a large matrix product are measured first. PyTorch's own implementations and, with
+    --against, those of that file run on the same data under the same timer; one that fails or is wrong is reported and never
+    counts as beaten.
+    """
+    from hal.bench.moe.run import run
+    from hal.bench.run import Options
+
+    run(Options(backend, against, tuple(only or ()), tuple(group or ("experts", "routing")), json_path, plot, markdown, device, limit_seconds))
 
 
 @bench_app.command("plot")
 def bench_plot(
-    run_json: Annotated[Path, typer.Argument(metavar="RUN.json", help="What hal bench decode --json wrote.")],
+    run_json: Annotated[Path, typer.Argument(metavar="RUN.json", help="What hal bench decode or moe wrote with --json.")],
     picture: Annotated[Path, typer.Argument(metavar="FILE.png", help="Picture to write; .svg and .pdf work too.")],
 ) -> None:
     """Draw the plot of an earlier run: for machines without matplotlib."""

@@ -1,4 +1,4 @@
-"""Launcher of `route` and `topk_softmax`: one kernel, whatever is asked."""
+"""Launcher of `route` and `topk_softmax`: one kernel launch, whatever is asked."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 
 from hal.kernels.launch import pdl_options
 from hal.kernels.repeat import Repeats
-from hal.kernels.route_kernel import MOST_CHOSEN, MOST_EXPERTS, route_kernel
+from hal.kernels.route_kernel import MOST_CHOSEN, MOST_EXPERTS, MOST_SORTED, route_kernel
 from hal.kernels.route_keys import PACKED_BITS
 from hal.kernels.route_large import route_large_kernel
-from hal.kernels.route_tuning import RouteConfig, route_config
+from hal.kernels.route_tuning import SORT_CONFIG, SORT_FROM, RouteConfig, route_config, sort_warps
 from hal.kernels.scratch import current_device
 from hal.kernels.tuning import supports_pdl
 
-__all__ = ["LARGE_WARPS", "RouteConstants", "large_constants", "launch_route", "route", "route_constants"]
+__all__ = ["LARGE_WARPS", "RouteConstants", "large_constants", "launch_route", "route", "route_constants", "sorts_rows"]
 
 #: Warps of a program of the large kernel, and experts that it looks at together.
 LARGE_WARPS = 8
@@ -110,20 +110,26 @@ def launch_route(
     options: dict[str, Any] = {"num_stages": 1, "enable_fp_fusion": False} | pdl_options(pdl)
     arguments: tuple[Any, ...]
     with current_device(logits.device):
-        if padded > MOST_EXPERTS or top_k > MOST_CHOSEN:
+        sorts = sorts_rows(padded, top_k)
+        if padded > MOST_EXPERTS and not sorts:
             arguments = (
                 logits, correction_bias, *outputs, experts // groups, top_k, logits.stride(0), weights.stride(0), ids.stride(0),
                 *modes, *large_constants(experts, groups), pdl,
             )  # fmt: skip
             return route_large_kernel[(tokens,)](*arguments, num_warps=LARGE_WARPS, **options), arguments, tokens
-        config = config or route_config(padded, groups > 1, tokens)
+        config = config or (SORT_CONFIG if sorts else route_config(padded, groups > 1, tokens))
         constants = route_constants(experts, top_k, groups, logits.stride(0), logits.element_size(), correction_bias is not None, config)
         arguments = (
             logits, correction_bias, *outputs, logits.stride(0) // constants.VEC, weights.stride(0), ids.stride(0),
             experts, top_k, *modes, *constants, pdl,
         )  # fmt: skip
         programs = -(-tokens // config.rows)
-        return route_kernel[(programs,)](*arguments, num_warps=1, **options), arguments, programs
+        return route_kernel[(programs,)](*arguments, num_warps=sort_warps(padded) if sorts else 1, **options), arguments, programs
+
+
+def sorts_rows(padded: int, top_k: int) -> bool:
+    """Whether rows of `padded` experts are sorted for k winners; if not, they are searched for each."""
+    return padded <= MOST_SORTED and (top_k > MOST_CHOSEN or (padded > MOST_EXPERTS and top_k >= SORT_FROM))
 
 
 class RouteConstants(NamedTuple):
@@ -137,6 +143,7 @@ class RouteConstants(NamedTuple):
     ID_BITS: int
     UNROLL: int
     EARLY: bool
+    SORTED: bool
 
 
 @lru_cache(maxsize=4096)
@@ -151,7 +158,9 @@ def route_constants(experts: int, top_k: int, groups: int, stride: int, element_
     shift = 0 if groups == 1 or size == size_pad else size  # groups are moved apart: each must begin aligned
     vec = math.gcd(config.vec, 16 // element_size, padded if padded < _LANES else padded // _LANES, stride, shift)
     id_bits = PACKED_BITS if element_size == 2 and not biased else config.packed // 2
-    return RouteConstants(groups_pad, size_pad, _padded(top_k), config.rows, vec, id_bits, min(config.unroll, top_k), config.early)
+    sorts = sorts_rows(padded, top_k)
+    top_k_pad, unroll = (1, 1) if sorts else (_padded(top_k), min(config.unroll, top_k))  # not looked at where rows are sorted
+    return RouteConstants(groups_pad, size_pad, top_k_pad, config.rows, vec, id_bits, unroll, config.early, sorts)
 
 
 def large_constants(experts: int, groups: int) -> tuple[int, int]:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from hal.kernels.compile_case import CompileCase, pointer
-from hal.kernels.route import LARGE_WARPS, large_constants, route_constants
+from hal.kernels.route import LARGE_WARPS, large_constants, route_constants, sorts_rows
 from hal.kernels.route_kernel import route_kernel
 from hal.kernels.route_large import route_large_kernel
-from hal.kernels.route_tuning import route_config
+from hal.kernels.route_tuning import SORT_CONFIG, route_config, sort_warps
 
 __all__ = ["compile_cases"]
 
@@ -59,13 +59,17 @@ _FEW = (
     *(_Call(8, 2), _Call(60, 4), _Call(128, 8), _Call(128, 8, renormalize=True), _Call(128, 8, tokens=8192), _Call(256, 8), _Call(512, 10)),
     *(_Call(512, 10, tokens=8192), _Call(1024, 256), _Call(384, 8, sigmoid=True, renormalize=True, bias=True), _V2, _V3),
 )
-_MANY = (_Call(2048, 8), _Call(2048, 8, sigmoid=True, bias=True), _Call(4096, 8, groups=(8, 4), top2=True), _Call(512, 512))
+_SORTED = (
+    *(_Call(512, 512), _Call(1024, 512, sigmoid=True, bias=True), _Call(4096, 100)),
+    _Call(512, 260, groups=(8, 6), top2=True),
+)
+_MANY = (_Call(2048, 8), _Call(2048, 8, sigmoid=True, bias=True), _Call(4096, 8, groups=(8, 4), top2=True), _Call(8192, 512))
 
 
 def compile_cases() -> list[CompileCase]:
     """Each call with each dtype of logits."""
-    calls = [(call, dtype, *place) for dtype in _FLOATS for place in _EVERYWHERE for call in (*_FEW, *_MANY)]
-    return [(_few if call in _FEW else _many)(call, dtype, pdl, targets) for call, dtype, pdl, targets in calls]
+    calls = [(call, dtype, *place) for dtype in _FLOATS for place in _EVERYWHERE for call in (*_FEW, *_SORTED, *_MANY)]
+    return [(_many if call in _MANY else _few)(call, dtype, pdl, targets) for call, dtype, pdl, targets in calls]
 
 
 def _name(kind: str, call: _Call, dtype: torch.dtype, pdl: bool) -> str:
@@ -75,13 +79,16 @@ def _name(kind: str, call: _Call, dtype: torch.dtype, pdl: bool) -> str:
 def _few(call: _Call, dtype: torch.dtype, pdl: bool, targets: tuple[str, ...]) -> CompileCase:
     groups = call.groups[0]
     padded = groups * (1 << (call.experts // groups - 1).bit_length())
-    config = route_config(padded, groups > 1, call.tokens)
+    sorts = sorts_rows(padded, call.top_k)
+    config = SORT_CONFIG if sorts else route_config(padded, groups > 1, call.tokens)
     sizes = route_constants(call.experts, call.top_k, groups, call.experts, dtype.itemsize, call.bias, config)
     constants = {"EXPERTS": call.experts, "TOP_K": call.top_k, "PDL": pdl} | call.modes | sizes._asdict()
-    name = _name("route", call, dtype, pdl)
-    return CompileCase(
-        name, route_kernel, call.types(dtype, ("steps",)), constants, warps=1, stages=1, fp_fusion=False, no_spills=True, targets=targets
-    )
+    types = call.types(dtype, ("steps",))
+    if sorts:
+        name, warps = _name("route-sorted", call, dtype, pdl), sort_warps(padded)
+    else:
+        name, warps = _name("route", call, dtype, pdl), 1
+    return CompileCase(name, route_kernel, types, constants, warps=warps, stages=1, fp_fusion=False, no_spills=not sorts, targets=targets)
 
 
 def _many(call: _Call, dtype: torch.dtype, pdl: bool, targets: tuple[str, ...]) -> CompileCase:

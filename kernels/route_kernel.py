@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Routing of up to `MOST_EXPERTS` experts: one warp takes whole rows and keeps them in registers.
+"""Routing of experts whose keys fit into registers: up to `MOST_EXPERTS` one warp takes whole rows, and chooses expert after expert.
 
 weights, ids = the top k of softmax(logits) or sigmoid(logits), see `hal.ops`. The warp never meets another one, so that
 nothing waits at a barrier. Its tile is (rows, experts), each row across all lanes, those of few experts across few. How
@@ -8,6 +8,9 @@ many neighbouring experts a lane holds is chosen through what the compiler is to
 Without a bias the order of scores is the order of logits, so that the search runs on the loaded bits and only winners
 are exponentiated, beside the whole row where softmax is not renormalised. Winners are summed one after the other: a
 row's bits depend neither on its neighbours nor on how many rows a program takes.
+
+Where k is large a search for each winner takes longer than sorting: a few warps then take a row of up to `MOST_SORTED`
+experts and sort its packed keys, which are distinct, so that any sort is a stable one.
 """
 
 from __future__ import annotations
@@ -16,14 +19,16 @@ import triton
 import triton.language as tl
 
 from hal.kernels.launch import pdl_release, pdl_wait
-from hal.kernels.route_keys import LOWEST, best_of, clean, key_of, lowest, pack, probability, share, value_of
+from hal.kernels.route_keys import LOWEST, best_of, clean, key_of, lowest, pack, probability, share, unpack_id, unpack_key, usable, value_of
 
-__all__ = ["MOST_CHOSEN", "MOST_EXPERTS", "best_groups", "route_kernel"]
+__all__ = ["MOST_CHOSEN", "MOST_EXPERTS", "MOST_SORTED", "best_groups", "route_kernel"]
 
 #: Experts whose keys the registers of one warp hold, padded.
 MOST_EXPERTS = 1024
 #: k up to which the registers hold a row's results.
 MOST_CHOSEN = 256
+#: Experts whose keys the registers of several warps hold, padded.
+MOST_SORTED = 4096
 
 
 @triton.jit
@@ -57,7 +62,7 @@ def route_kernel(
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, TOP2: tl.constexpr,
     GROUPS_PAD: tl.constexpr, SIZE_PAD: tl.constexpr, TOP_K_PAD: tl.constexpr, ROWS: tl.constexpr, VEC: tl.constexpr,
-    ID_BITS: tl.constexpr, UNROLL: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    ID_BITS: tl.constexpr, UNROLL: tl.constexpr, EARLY: tl.constexpr, SORTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Route ROWS tokens; `steps` is the row stride of the logits in units of VEC."""
     if EARLY:
@@ -110,18 +115,29 @@ def route_kernel(
     if TOP_GROUPS < GROUPS or not full:
         packed = tl.where(allowed, packed, lowest(ID_BITS))
 
-    column = tl.arange(0, TOP_K_PAD)[None, :]
-    weights = tl.zeros((ROWS, TOP_K_PAD), tl.float32)
-    ids = tl.zeros((ROWS, TOP_K_PAD), tl.int32)
-    chosen_total = tl.zeros((ROWS,), tl.float32)
-    for j in tl.range(0, TOP_K, loop_unroll_factor=UNROLL):
-        best, at, packed = best_of(packed, expert, ID_BITS)
-        if bias_ptr is not None:
-            best = tl.max(tl.where(expert == at[:, None], logit_key, LOWEST), 1)
-        weight = probability(value_of(best), peak, SIGMOID)
-        chosen_total += weight
-        weights = tl.where(column == j, weight[:, None], weights)
-        ids = tl.where(column == j, at[:, None], ids)
+    if SORTED:
+        column = place
+        packed = tl.sort(packed, 1, descending=True)
+        ids = unpack_id(packed, ID_BITS)
+        if bias_ptr is None:
+            x = value_of(unpack_key(packed, ID_BITS))
+        else:
+            x, _ = usable((logits_ptr + row * steps * VEC)[:, None], bias_ptr, ids, row_ok[:, None] & (column < TOP_K))
+        weights = tl.where(column < TOP_K, probability(x, peak[:, None], SIGMOID), 0.0)
+        chosen_total = tl.sum(weights, 1)
+    else:
+        column = tl.arange(0, TOP_K_PAD)[None, :]
+        weights = tl.zeros((ROWS, TOP_K_PAD), tl.float32)
+        ids = tl.zeros((ROWS, TOP_K_PAD), tl.int32)
+        chosen_total = tl.zeros((ROWS,), tl.float32)
+        for j in tl.range(0, TOP_K, loop_unroll_factor=UNROLL):
+            best, at, packed = best_of(packed, expert, ID_BITS)
+            if bias_ptr is not None:
+                best = tl.max(tl.where(expert == at[:, None], logit_key, LOWEST), 1)
+            weight = probability(value_of(best), peak, SIGMOID)
+            chosen_total += weight
+            weights = tl.where(column == j, weight[:, None], weights)
+            ids = tl.where(column == j, at[:, None], ids)
     factor = tl.zeros((ROWS,), tl.float32) + scale
     if RENORMALIZE:
         total = chosen_total

@@ -29,6 +29,7 @@ __all__ = [
     "share",
     "unpack_id",
     "unpack_key",
+    "usable",
     "value_of",
 ]
 
@@ -44,6 +45,18 @@ _MOST_ID = tl.constexpr(2**31 - 1)
 def clean(x):
     """NaN as -inf, else x."""
     return tl.where(x == x, x, float("-inf"))
+
+
+@triton.jit
+def usable(row_ptr, bias_ptr, expert, real):
+    """fp32 logits of a row, -inf where they cannot be used or are not `real`; and the bias."""
+    x = clean(tl.load(row_ptr + expert, mask=real, other=float("-inf")).to(tl.float32))
+    if bias_ptr is None:
+        bias = 0.0
+    else:
+        bias = tl.load(bias_ptr + expert, mask=real, other=0.0)
+        x = tl.where(bias == bias, x, float("-inf"))
+    return x, bias
 
 
 @triton.jit

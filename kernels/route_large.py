@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Routing of any number of experts and any k: a program takes a row and reads it again for every expert that it chooses.
+"""Routing of any number of experts and any k, where no faster way will do: a program reads its row again for every expert that it chooses.
 
 What was chosen is not remembered: keys are distinct integers of 64 bits, so that the next expert is the largest key
 below the last one. Weights are written as they come and multiplied by their common factor at the end.
@@ -12,23 +12,11 @@ import triton.language as tl
 
 from hal.kernels.launch import pdl_begin
 from hal.kernels.route_kernel import best_groups
-from hal.kernels.route_keys import clean, key_of, lowest, pack, probability, share, unpack_id, unpack_key, value_of
+from hal.kernels.route_keys import clean, key_of, lowest, pack, probability, share, unpack_id, unpack_key, usable, value_of
 
 __all__ = ["route_large_kernel"]
 
 _ALL = tl.constexpr(2**63 - 1)
-
-
-@triton.jit
-def _logits(row_ptr, bias_ptr, expert, real):
-    """fp32 logits, -inf where they cannot be used or are not `real`; and the bias."""
-    x = clean(tl.load(row_ptr + expert, mask=real, other=float("-inf")).to(tl.float32))
-    if bias_ptr is None:
-        bias = 0.0
-    else:
-        bias = tl.load(bias_ptr + expert, mask=real, other=0.0)
-        x = tl.where(bias == bias, x, float("-inf"))
-    return x, bias
 
 
 @triton.jit
@@ -47,7 +35,7 @@ def _group_key(row_ptr, bias_ptr, first, size, peak, total, SIGMOID: tl.constexp
     second = tl.full((BLOCK,), float("-inf"), tl.float32)
     for start in range(0, size, BLOCK):
         offset = start + tl.arange(0, BLOCK)
-        x, bias = _logits(row_ptr, bias_ptr, first + offset, offset < size)
+        x, bias = usable(row_ptr, bias_ptr, first + offset, offset < size)
         if bias_ptr is not None or TOP2:
             x = _scores(x, bias, peak, total, SIGMOID)
         second = tl.maximum(second, tl.minimum(best, x))
@@ -80,13 +68,13 @@ def route_large_kernel(
         highest = tl.full((BLOCK,), float("-inf"), tl.float32)
         for start in range(0, experts, BLOCK):
             expert = start + tl.arange(0, BLOCK)
-            x, _ = _logits(row_ptr, bias_ptr, expert, expert < experts)
+            x, _ = usable(row_ptr, bias_ptr, expert, expert < experts)
             highest = tl.maximum(highest, x)
         peak = tl.max(highest, 0)
         parts = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, experts, BLOCK):
             expert = start + tl.arange(0, BLOCK)
-            x, _ = _logits(row_ptr, bias_ptr, expert, expert < experts)
+            x, _ = usable(row_ptr, bias_ptr, expert, expert < experts)
             parts += probability(x, peak, False)
         total = tl.sum(parts, 0)
 
@@ -107,7 +95,7 @@ def route_large_kernel(
                 for start in range(0, size, BLOCK):
                     offset = start + tl.arange(0, BLOCK)
                     expert = g * size + offset
-                    x, bias = _logits(row_ptr, bias_ptr, expert, offset < size)
+                    x, bias = usable(row_ptr, bias_ptr, expert, offset < size)
                     if bias_ptr is not None:
                         x = _scores(x, bias, peak, total, SIGMOID)
                     packed = pack(key_of(x), expert, 32)
@@ -117,7 +105,7 @@ def route_large_kernel(
         if bias_ptr is None:
             x = value_of(unpack_key(last, 32))
         else:
-            x, _ = _logits(row_ptr, bias_ptr, at, True)
+            x, _ = usable(row_ptr, bias_ptr, at, True)
         weight = probability(x, peak, SIGMOID)
         chosen_total += weight
         tl.store(weights_ptr + j, weight)

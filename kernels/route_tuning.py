@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-__all__ = ["RouteConfig", "route_config"]
+__all__ = ["SORT_CONFIG", "SORT_FROM", "RouteConfig", "route_config", "sort_warps"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,15 @@ _ROUTE: dict[tuple[int, bool, int], RouteConfig] = {
     (1024, False, 1 << 62): RouteConfig(8, 2),
     (1024, True, 1 << 62): RouteConfig(8, 1),
 }
+
+
+#: Of rows that are sorted; and the least k for which rows of more experts than one warp holds are.
+SORT_CONFIG, SORT_FROM = RouteConfig(8, 1, packed=64), 32
+
+
+def sort_warps(experts: int) -> int:
+    """Warps that sort a row of `experts` experts (padding included): up to 8, with 4 experts or more in a lane."""
+    return min(8, max(1, experts // 128))
 
 
 @cache

@@ -7,51 +7,52 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar
 
-from hal.bench.bars import Judgement, geometric_mean, judge
+from hal.bench.bars import Judgement, geometric_mean
 from hal.bench.ceilings import Ceilings
-from hal.bench.host import HostRow, Scratch
+from hal.bench.host import HostRow
 from hal.bench.rows import Row
 
-__all__ = ["SCHEMA", "Result"]
+__all__ = ["Result"]
 
-SCHEMA = "hal.bench.decode/1"
+R = TypeVar("R", bound=Row[Any])
 
 
 @dataclass
-class Result:
+class Result(Generic[R]):
     """What a run found so far.
 
     Attributes:
-        machine: GPU, versions, date.
+        schema: name and version of the JSON file's form.
+        machine: device, versions, date.
         ceilings: of this run.
         method: how times were taken.
         rows: measured cases.
         host: host cost of eager calls.
-        scratch: work memory; None if not measured.
         not_run: (group, case) of the rows that were left out.
         stopped: why they were.
     """
 
+    schema: ClassVar[str]
+
     machine: dict[str, str]
     ceilings: Ceilings
     method: str
-    rows: list[Row] = field(default_factory=list)
+    rows: list[R] = field(default_factory=list)
     host: list[HostRow] = field(default_factory=list)
-    scratch: Scratch | None = None
     not_run: list[tuple[str, str]] = field(default_factory=list)
     stopped: str = ""
 
     @property
     def judgements(self) -> list[Judgement]:
         """How the rows stand against the bars."""
-        return judge(self.rows, self.host, self.scratch)
+        raise NotImplementedError
 
     def means(self) -> Iterator[tuple[str, float, int, int]]:
         """Yield group, geometric mean of ours / best peer, rows that have it, rows that could."""
-        for group in dict.fromkeys(row.case.group for row in self.rows if row.case.peers):
-            rows = [row for row in self.rows if row.case.group == group and row.case.peers]
+        for group in dict.fromkeys(row.case.group for row in self.rows if row.has_rivals):
+            rows = [row for row in self.rows if row.case.group == group and row.has_rivals]
             ratios = [row.ratio for row in rows if row.ratio is not None]
             mean = geometric_mean(ratios)
             if mean is not None:
@@ -60,13 +61,12 @@ class Result:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
         return {
-            "schema": SCHEMA,
+            "schema": self.schema,
             "machine": self.machine,
             "method": self.method,
             "ceilings": self.ceilings.to_dict(),
             "rows": [row.to_dict() for row in self.rows],
             "host": [row.to_dict() for row in self.host],
-            "scratch": None if self.scratch is None else self.scratch.to_dict(),
             "means": [{"group": g, "geometric_mean": mean, "rows": n, "of": total} for g, mean, n, total in self.means()],
             "bars": [judgement.to_dict() for judgement in self.judgements],
             "not_run": [{"group": group, "case": name} for group, name in self.not_run],

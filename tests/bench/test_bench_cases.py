@@ -7,14 +7,17 @@ from collections.abc import Callable
 
 import pytest
 
-from hal.bench import cases
-from hal.bench.bars import Judgement, geometric_mean, judge
-from hal.bench.cases import CASES, GROUPS, DecodeCase, select
-from hal.bench.host import HostRow, Scratch
-from hal.bench.rows import PeerTime, Row
-from hal.bench.view import TITLES
+from hal.bench.bars import Judgement, geometric_mean
+from hal.bench.decode import cases
+from hal.bench.decode.bars import judge
+from hal.bench.decode.cases import CASES, GROUPS, DecodeCase, select
+from hal.bench.decode.host import Scratch
+from hal.bench.decode.rows import DecodeRow
+from hal.bench.decode.view import TITLES
+from hal.bench.host import HostRow
+from hal.bench.rows import PeerTime
 
-MakeRow = Callable[..., Row]
+MakeRow = Callable[..., DecodeRow]
 
 #: Published rows -> megabytes of keys and values.
 MAIN_MB = {
@@ -112,7 +115,7 @@ def test_select_takes_groups_and_parts_of_names():
     assert select(("host",)) == []
 
 
-def judged(rows: list[Row], text: str) -> list[Judgement]:
+def judged(rows: list[DecodeRow], text: str) -> list[Judgement]:
     return [judgement for judgement in judge(rows) if text in judgement.what]
 
 
@@ -140,11 +143,11 @@ def test_bar_of_the_best_peer(make_row: MakeRow, us, peers, met):
     assert f"{0 if met is None else 1} of 1 rows" in mean.what
 
 
-def with_peers(make_row: MakeRow, us: float | None, times: dict[str, float | None], name: str = "row") -> Row:
+def with_peers(make_row: MakeRow, us: float | None, times: dict[str, float | None], name: str = "row") -> DecodeRow:
     made = make_row(us, name=name)
     shape = dict(made.case.__dict__) | {"peers": ("decode",)}
     timed = {peer: PeerTime(time, problem="" if time else "no") for peer, time in times.items()}
-    return Row(DecodeCase(**shape), made.ceilings, plan_us=made.plan_us, peers=timed, problem=made.problem)
+    return DecodeRow(DecodeCase(**shape), made.ceilings, plan_us=made.plan_us, peers=timed, problem=made.problem)
 
 
 def test_our_own_failure_is_a_miss(make_row: MakeRow):

@@ -14,15 +14,19 @@ import pytest
 import torch
 
 import hal
-from hal.bench import cases, decode, measure, timer
-from hal.bench.buffers import Buffers, sets_needed
-from hal.bench.cases import DecodeCase
-from hal.bench.decode import Options, run
-from hal.bench.exact import exact_error, relative
-from hal.bench.host import measure_host, measure_scratch
-from hal.bench.measure import DeviceLost
-from hal.bench.peers import load_peers
-from hal.bench.result import SCHEMA
+from hal.bench import timer
+from hal.bench.decode import cases, measure
+from hal.bench.decode import run as decode
+from hal.bench.decode.buffers import Buffers
+from hal.bench.decode.cases import DecodeCase
+from hal.bench.decode.exact import exact_error
+from hal.bench.decode.host import measure_host, measure_scratch
+from hal.bench.decode.peers import load_peers
+from hal.bench.decode.result import DecodeResult
+from hal.bench.decode.run import run
+from hal.bench.fill import sets_needed
+from hal.bench.guard import DeviceLost, relative
+from hal.bench.run import Options
 from hal.errors import HalError
 
 CPU = torch.device("cpu")
@@ -103,9 +107,9 @@ def test_buffers_are_what_a_case_says(case: DecodeCase):
 
 def test_enough_sets_to_exceed_the_cache():
     case = replace(SMALL, lengths=(8192,) * 8, kv_heads=8, heads=8, head_dim=128)  # 268 MB
-    assert sets_needed(case, 1) == 2
-    assert sets_needed(case, 400_000_000) == 9
-    assert sets_needed(SMALL, 1) == 64
+    assert sets_needed(case.kv_bytes, 1) == 2
+    assert sets_needed(case.kv_bytes, 400_000_000) == 9
+    assert sets_needed(SMALL.kv_bytes, 1) == 64
 
 
 def test_relative_sees_what_is_not_finite():
@@ -188,7 +192,7 @@ def test_a_run_with_peers(small_run: Callable[..., Any], peers_file: Callable[[s
 def test_json_holds_everything(small_run: Callable[..., Any], peers_file: Callable[[str], Path], tmp_path: Path):
     result = small_run(against=peers_file(PEERS))
     data = json.loads((tmp_path / "run.json").read_text())
-    assert data["schema"] == SCHEMA
+    assert data["schema"] == DecodeResult.schema
     assert set(data["machine"]) >= {"gpu", "torch", "triton", "cuda", "date", "backend", "hal"}
     assert "CUDA graph" in data["method"]
     assert data["ceilings"]["read_gbps"] == 4000.0

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import hal
-from hal.bench import cpu_step
-from hal.bench.cpu_step import CPU_CASES, CpuCase, measure_cpu_step
-from hal.bench.decode import Options, run
+from hal.bench.decode import cpu_step
+from hal.bench.decode.cpu_step import CPU_CASES, CpuCase, measure_cpu_step
+from hal.bench.decode.run import run
+from hal.bench.run import Options
 from hal.errors import HalError
 
 TINY = CpuCase(2, 6, 2, 16, 21)

@@ -170,6 +170,75 @@ def test_many_experts(device: torch.device, name: str) -> None:
     check(random_logits(2, experts, torch.float32, device), 12, **options)
 
 
+@pytest.fixture
+def always_sort(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Let `launch_route` sort rows of any size; the compiled code differs in the sizes alone."""
+    from hal.kernels import route
+
+    monkeypatch.setattr(route, "sorts_rows", lambda padded, top_k: True)
+    route.route_constants.cache_clear()
+    yield
+    route.route_constants.cache_clear()
+
+
+def sorted_check(logits: Tensor, k: int, **options: Any) -> tuple[Tensor, Tensor]:
+    from hal.kernels.route import launch_route
+
+    given: dict[str, Any] = {"scoring": "softmax", "renormalize": False, "correction_bias": None, "num_groups": 1, "top_groups": 1}
+    given |= {"group_score": "max", "scale": 1.0} | options
+    got = torch.full((len(logits), k), NAN, device=logits.device), torch.full((len(logits), k), -7, dtype=torch.int32, device=logits.device)
+    launch_route(logits, k, weights=got[0], ids=got[1], **given)
+    assert_routes(got, logits, k, **options)
+    return got
+
+
+@pytest.mark.usefixtures("always_sort")
+@pytest.mark.parametrize("experts", [8, 20])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_sorted_rows(device: torch.device, name: str, experts: int) -> None:
+    options = dict(OPTIONS[name])
+    if options.get("correction_bias"):
+        options["correction_bias"] = random_logits(1, experts, torch.float32, device, 5)[0] / 8
+        options["correction_bias"][experts // 2] = NAN
+    logits = torch.stack([*bad_rows(experts).values(), random_logits(1, experts, torch.float32, torch.device("cpu"))[0]]).to(device)
+    most = experts // 2 if "num_groups" in options else experts
+    for k in {1, most // 2, most}:
+        sorted_check(logits, k, **options)
+
+
+@pytest.mark.usefixtures("always_sort")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sorted_ties_go_to_the_lower_id(device: torch.device, dtype: torch.dtype) -> None:
+    few_values = torch.randint(-1, 2, (4, 60), generator=torch.Generator().manual_seed(1)).to(dtype).to(device)
+    sorted_check(few_values, 60)
+    sorted_check(few_values, 33, correction_bias=torch.zeros(60, device=device))
+    close = (1.0 + torch.arange(64).flip(0) * 2.0**-23)[None].to(device)
+    assert sorted_check(close, 64)[1].tolist() == [list(range(64))]
+    assert sorted_check(close.flip(1), 64)[1].tolist() == [list(range(63, -1, -1))]
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(512, 512), (512, 256), (1030, 31), (1030, 32), (4097, 40)])
+def test_both_sides_of_where_rows_are_sorted(device: torch.device, experts: int, top_k: int) -> None:
+    from hal.kernels.route import sorts_rows
+
+    padded = 1 << (experts - 1).bit_length()
+    assert sorts_rows(padded, top_k) == ((experts, top_k) in {(512, 512), (1030, 32)})
+    check(random_logits(1, experts, torch.float32, device), top_k)
+    check(random_logits(1, experts, torch.bfloat16, device), top_k, renormalize=True)
+
+
+def test_a_bias_of_infinity_still_does_not_weigh(device: torch.device) -> None:
+    """A usable logit keeps its weight, also where the bias puts it last: the same in every way to choose."""
+    from hal.kernels.route import route
+
+    logits = random_logits(2, 300, torch.float32, device)
+    bias = torch.zeros(300, device=device)
+    bias[3] = -INF
+    weights, ids = route(logits, 300, correction_bias=bias)
+    assert (ids[:, -1] == 3).all()
+    torch.testing.assert_close(weights[:, -1], torch.softmax(logits, 1)[:, 3], rtol=2e-5, atol=0)
+
+
 @pytest.mark.parametrize("experts", [8, 100, 1040])
 def test_strides_and_outputs(device: torch.device, experts: int) -> None:
     from hal.kernels.route import route

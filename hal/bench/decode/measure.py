@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import gc
-import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hal.bench.buffers import DTYPES, Buffers, sets_needed
-from hal.bench.cases import DecodeCase
 from hal.bench.ceilings import Ceilings
-from hal.bench.exact import TOLERANCES, exact_error, relative
-from hal.bench.host import scratch_bytes
-from hal.bench.peers import Peers
-from hal.bench.rows import PeerTime, Row
+from hal.bench.decode.buffers import Buffers
+from hal.bench.decode.cases import DecodeCase
+from hal.bench.decode.exact import TOLERANCES, exact_error
+from hal.bench.decode.host import scratch_bytes
+from hal.bench.decode.peers import Peers
+from hal.bench.decode.rows import DecodeRow
+from hal.bench.fill import DTYPES, sets_needed
+from hal.bench.guard import alive, guarded, made_with_fewer_sets, relative, sentence
+from hal.bench.rows import PeerTime
 from hal.bench.timer import graph_us, last_index
-from hal.errors import HalError, ResolutionError
+from hal.errors import ResolutionError
 
-__all__ = ["DeviceLost", "measure_case"]
+__all__ = ["measure_case"]
 
 #: A peer's result may differ from ours by that much of the largest value; each rounds in its own order, and peers that
 #: compute in fp8 round the weights to 4 bits as well.
@@ -31,39 +31,20 @@ _FP8_PEER_TOLERANCE = 5e-2
 _MEMORY_SHARE = 0.7
 
 
-class DeviceLost(HalError):
-    """The device answers no more; nothing else can be measured in this process."""
-
-
-def measure_case(backend: Any, case: DecodeCase, ceilings: Ceilings, peers: Peers | None, device: torch.device) -> Row:
+def measure_case(backend: Any, case: DecodeCase, ceilings: Ceilings, peers: Peers | None, device: torch.device) -> DecodeRow:
     """Measure one case. What fails is noted in the row; only a lost device raises."""
-    start, row = time.perf_counter(), Row(case, ceilings)
-    try:
-        with torch.no_grad():
-            _measure(row, backend, peers, device)
-    except Exception as error:  # any failure costs this row alone
-        row.problem = _sentence(error)
-        _alive(device, row.problem)
-    gc.collect()  # peers may hold their buffers in cycles
-    torch.cuda.empty_cache()
+    row = DecodeRow(case, ceilings)
+    with guarded(row, device):
+        _measure(row, backend, peers, device)
     held = scratch_bytes()
     row.scratch_bytes = None if held is None else sum(held)
-    row.seconds = time.perf_counter() - start
     return row
 
 
-def _measure(row: Row, backend: Any, peers: Peers | None, device: torch.device) -> None:
+def _measure(row: DecodeRow, backend: Any, peers: Peers | None, device: torch.device) -> None:
     case = row.case
-    row.sets = sets_needed(case, torch.cuda.get_device_properties(device).L2_cache_size)
-    while True:
-        try:
-            buffers = Buffers.make(case, row.sets, device)
-            break
-        except torch.cuda.OutOfMemoryError:
-            if row.sets == 1:
-                raise
-            torch.cuda.empty_cache()
-            row.sets //= 2
+    row.sets = sets_needed(case.kv_bytes, torch.cuda.get_device_properties(device).L2_cache_size)
+    buffers = made_with_fewer_sets(row, lambda sets: Buffers.make(case, sets, device))
     first, function = _bind_first(row, peers, buffers)
     plan = _plan(backend, buffers)
     calls = {
@@ -132,7 +113,7 @@ def _timed(
 ) -> tuple[float | None, str, float | None]:
     """Return (microseconds, problem, error): the replayed graph must have written what is expected of its last call."""
     out = buffers.out
-    us, returned = graph_us([maker(index) for index in range(sets)], before_last=partial(out.fill_, torch.nan))
+    us, returned = graph_us([maker(index) for index in range(sets)], before_last=lambda _: out.fill_(torch.nan))
     error = relative(_result(returned, out), expected[last_index(sets)])
     if not error <= _peer_tolerance(buffers):
         return None, f"wrong when replayed in a CUDA graph: differs by {error:.1e} of the largest value", error
@@ -151,7 +132,7 @@ def _result(returned: Any, out: Tensor) -> Tensor:
     return out
 
 
-def _bind_first(row: Row, peers: Peers | None, buffers: Buffers) -> tuple[Mapping[str, Callable[[], Any]], str]:
+def _bind_first(row: DecodeRow, peers: Peers | None, buffers: Buffers) -> tuple[Mapping[str, Callable[[], Any]], str]:
     """Bind the first function of the peers file that works to set 0; lower the number of sets if the peers' own buffers are large."""
     if peers is None:
         return {}, ""
@@ -163,8 +144,8 @@ def _bind_first(row: Row, peers: Peers | None, buffers: Buffers) -> tuple[Mappin
         try:
             first = peers.bind(function, buffers, 0)
         except Exception as error:
-            row.notes.append(f"{function} of {peers.path.name}: {_sentence(error)}")
-            _alive(buffers.q.device, row.notes[-1])
+            row.notes.append(f"{function} of {peers.path.name}: {sentence(error)}")
+            alive(buffers.q.device, row.notes[-1])
             continue
         each = torch.cuda.memory_allocated() - before
         free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
@@ -176,20 +157,20 @@ def _bind_first(row: Row, peers: Peers | None, buffers: Buffers) -> tuple[Mappin
 
 
 def _measure_peers(
-    row: Row, peers: Peers, function: str, first: Mapping[str, Callable[[], Any]], buffers: Buffers, expected: dict[int, Tensor]
+    row: DecodeRow, peers: Peers, function: str, first: Mapping[str, Callable[[], Any]], buffers: Buffers, expected: dict[int, Tensor]
 ) -> None:
     try:
         bound = [first, *(peers.bind(function, buffers, index) for index in range(1, row.sets))]
     except Exception as error:
-        row.notes.append(f"{function} of {peers.path.name}, {row.sets} caches: {_sentence(error)}")
-        _alive(buffers.q.device, row.notes[-1])
+        row.notes.append(f"{function} of {peers.path.name}, {row.sets} caches: {sentence(error)}")
+        alive(buffers.q.device, row.notes[-1])
         return
     for name in first:
         try:
             row.peers[name] = _measure_peer([calls[name] for calls in bound], buffers, expected)
         except Exception as error:
-            row.peers[name] = PeerTime(None, problem=_sentence(error))
-            _alive(buffers.q.device, f"{name}: {row.peers[name].problem}")
+            row.peers[name] = PeerTime(None, problem=sentence(error))
+            alive(buffers.q.device, f"{name}: {row.peers[name].problem}")
 
 
 def _measure_peer(calls: list[Callable[[], Any]], buffers: Buffers, expected: dict[int, Tensor]) -> PeerTime:
@@ -200,17 +181,3 @@ def _measure_peer(calls: list[Callable[[], Any]], buffers: Buffers, expected: di
         return PeerTime(None, error, f"wrong: its result {what}")
     us, problem, error_again = _timed(calls.__getitem__, len(calls), buffers, expected)
     return PeerTime(us, error_again if problem else error, problem)
-
-
-def _sentence(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}"
-
-
-def _alive(device: torch.device, problem: str) -> None:
-    """Raise DeviceLost if an error left the device unusable."""
-    try:
-        torch.cuda.synchronize(device)
-        torch.zeros(1, device=device).add_(1).item()
-    except Exception as error:
-        raise DeviceLost(f"bench decode: {device} answers no more after: {problem}") from error

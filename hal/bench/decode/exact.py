@@ -5,18 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hal.bench.buffers import Buffers
+from hal.bench.decode.buffers import Buffers
+from hal.bench.guard import relative
 
-__all__ = ["TOLERANCES", "exact_error", "relative"]
+__all__ = ["TOLERANCES", "exact_error"]
 
 #: Of a result's dtype, relative to the largest magnitude of the expected values.
 TOLERANCES = {"fp16": 3e-3, "bf16": 2e-2}
-
-
-def relative(found: Tensor, expected: Tensor) -> float:
-    """Largest difference relative to the largest expected magnitude; infinite if a value is not finite."""
-    error = (found.double() - expected.double()).abs().max() / expected.double().abs().max()
-    return float(error.nan_to_num(nan=torch.inf)) if torch.isfinite(found).all() else float("inf")
 
 
 def exact_error(buffers: Buffers, out: Tensor, index: int) -> float:

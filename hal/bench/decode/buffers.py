@@ -8,22 +8,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from hal.bench.cases import DecodeCase
+from hal.bench.decode.cases import DecodeCase
+from hal.bench.fill import DTYPES, fill_random
 
-__all__ = ["Buffers", "sets_needed"]
+__all__ = ["Buffers"]
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn, "int8": torch.int8}
-#: Bytes that the caches of one graph read together, at least this and this many L2 caches; most caches.
-_LEAST_BYTES, _L2_TIMES, _MOST_SETS = 400_000_000, 6, 64
 #: Scales of an e4m3 case: q of the 8-bit peers, K, V.
 Q_SCALE, K_SCALE, V_SCALE = 0.02, 0.015, 0.025
-_CHUNK = 1 << 28  # elements converted at a time
-
-
-def sets_needed(case: DecodeCase, l2_bytes: int) -> int:
-    """Return how many distinct caches a graph of `case` rotates over."""
-    wanted = max(_LEAST_BYTES, _L2_TIMES * l2_bytes)
-    return min(_MOST_SETS, max(1, -(-wanted // max(1, case.kv_bytes))))
 
 
 @dataclass
@@ -113,15 +104,7 @@ def _page_tables(case: DecodeCase, generator: torch.Generator, device: torch.dev
 
 def _random_caches(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, device: torch.device) -> tuple[Tensor, Tensor | None]:
     """Return caches and, for int8, their scales (per token and head)."""
-    caches = torch.empty(shape, dtype=dtype, device=device)
-    flat = caches.view(-1)
-    if dtype.is_floating_point and dtype.itemsize > 1:
-        for part in flat.split(_CHUNK):
-            part.normal_(generator=generator)
-        return caches, None
+    caches = fill_random(torch.empty(shape, dtype=dtype, device=device), generator, 1 / K_SCALE if dtype == torch.float8_e4m3fn else 1.0)
     if dtype == torch.int8:
-        flat.random_(-127, 128, generator=generator)
         return caches, torch.rand(shape[:-1], generator=generator, device=device) * 0.02 + 0.005
-    for part in flat.split(_CHUNK):  # about N(0, 1) / scale, within e4m3's 448
-        part.copy_(torch.randn(part.shape, generator=generator, device=device, dtype=torch.bfloat16).mul_(1 / K_SCALE).clamp_(-448, 448))
     return caches, None

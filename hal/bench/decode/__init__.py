@@ -1,0 +1,1 @@
+"""`hal bench decode`: how fast attention reads its cache."""

@@ -1,0 +1,1 @@
+"""`hal bench moe`: routing and the expert layer of mixtures of experts."""
