@@ -10,8 +10,10 @@ from hal.kernels.compile_case import TYPE_NAMES, CompileCase, pointer
 from hal.kernels.moe_activation import ACTIVATIONS, activation_kernel
 from hal.kernels.moe_combine import combine_kernel, expand_kernel
 from hal.kernels.moe_gemm import moe_gemm_kernel
-from hal.kernels.moe_index import block_counts_kernel, block_prefix_kernel, few_slots_kernel, many_slots_kernel, tiles_kernel
+from hal.kernels.moe_index import FEW_SLOTS, TINY_SLOTS
+from hal.kernels.moe_index_kernels import block_kernel, few_kernel, place_kernel, prefix_kernel, tiny_kernel
 from hal.kernels.moe_slots import slot_down_kernel, slot_gate_up_kernel
+from hal.kernels.moe_tiles import bins, tiles_kernel
 from hal.kernels.moe_tuning import EXPERT_CONFIGS, SLOT_CONFIGS, GemmConfig, SlotConfig
 
 __all__ = ["compile_cases"]
@@ -21,8 +23,8 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _EVERYWHERE = ((True, ("sm_90",)), (False, ("sm_80", "gfx942")))
 _TARGETS = {"hopper": ((True, ("sm_90",)),), "other": ((True, ("sm_90",)), (False, ("sm_80", "gfx942")))}
 #: Arguments of `local_expert`, with a map and a number of valid tokens or without.
-_ROUTING = {"ids_ptr": "*i32:16"} | dict.fromkeys(("slots", "top_k", "stride_it", "num_experts", "start", "local"), "i32")
-_OPTIONAL = ("map_ptr", "valid_ptr")
+_ROUTING = {"ids_ptr": "*i32:16"} | dict.fromkeys(("slots", "top_k", "num_experts", "start", "local"), "i32")
+_OPTIONAL = {"map_ptr": "*i32:16", "valid_ptr": "*i32:16", "stride_it": "i32"}
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -32,37 +34,38 @@ def _name(dtype: torch.dtype) -> str:
 def _routing(everything: bool) -> tuple[dict[str, str], dict[str, Any]]:
     """(types, constants) of what `local_expert` is given."""
     if everything:
-        return _ROUTING | dict.fromkeys(_OPTIONAL, "*i32:16"), {}
+        return _ROUTING | _OPTIONAL, {}
     return dict(_ROUTING), dict.fromkeys(_OPTIONAL)
 
 
 def _index(experts: int, everything: bool) -> list[CompileCase]:
-    """The kernels of the sort, for `experts` rounded up to bins; `everything`: all optional arguments."""
-    bins = max(16, 1 << experts.bit_length())
+    """The kernels of the sort; `everything`: all optional arguments."""
+    width = bins(experts)
     routing, absent = _routing(everything)
-    lists = {"sorted_ptr": "*i32:16", "places_ptr": "*i32:16", "tiles_ptr": "*i32:16", "bound": "i32"}
-    counts = {"counts_ptr": "*i32:16", "totals_ptr": "*i32:16", "blocks": "i32"}
-    sizes: dict[str, Any] = {} if everything else {"sizes_ptr": None}
-    if everything:
-        lists["sizes_ptr"] = "*i32:16"
-    common = absent | sizes | {"BINS": bins, "BLOCK_M": 64, "FILL": 1024}
-    tag, cases = f"E{experts}{'-all' if everything else ''}", []
-    warps = 4 if bins <= 512 else 8
-    for pdl, targets in _EVERYWHERE:
-        for name, kernel, types, constants in (
-            ("few", few_slots_kernel, routing | lists | {"placers": "i32"}, common | {"PLACED": 16, "CHUNK": 256}),
-            ("counts", block_counts_kernel, routing | {"counts_ptr": "*i32:16"}, absent | {"BINS": bins, "BLOCK": 512}),
-            ("prefix", block_prefix_kernel, counts, {"BINS": bins, "COLUMNS": 16, "ROWS": 64}),
-            ("many", many_slots_kernel, routing | lists | counts, common | {"BLOCK": 512, "COMPARED": 16}),
-            (
-                "tiles",
-                tiles_kernel,
-                {"tiles_ptr": "*i32:16", "sizes_ptr": "*i32:16", "rows": "i32", "local": "i32", "bound": "i32"},
-                {"BINS": bins, "BLOCK_M": 64, "FILL": 1024},
-            ),
-        ):
-            cases.append(CompileCase(f"moe_index/{name}/{tag}", kernel, types, constants | {"PDL": pdl}, warps, 1, targets=targets))
-    return cases
+    lists = {"sorted_ptr": "*i32:16", "places_ptr": "*i32:16"}
+    tiles = {"tiles_ptr": "*i32:16", "bound": "i32"}
+    counts = {"ranks_ptr": "*i32:16", "counts_ptr": "*i32:16", "columns": "i32"}
+    sizes = {"sizes_ptr": "*i32:16"}
+    every = {"BLOCK_M": 64, "FILL": 512}
+    placed = {"BINS": width, "PLACED": 512, "BLOCK": 128} | every
+    wide, tag = 4 if width <= 512 else 8, f"E{experts}{'-all' if everything else ''}"
+    cases: list[tuple[str, Any, dict[str, str], dict[str, Any], int]] = [
+        ("prefix", prefix_kernel, sizes | {n: "*i32:16" if n == "counts_ptr" else "i32" for n in ("counts_ptr", "blocks", "columns", "local")},
+         {"COLUMNS": 8, "ROWS": 512}, 8),
+        ("place", place_kernel, lists | tiles | counts | sizes | dict.fromkeys(("writers", "slots", "local"), "i32"), placed, 8),
+        ("tiles", tiles_kernel, sizes | tiles | dict.fromkeys(("rows", "local"), "i32"), {"BINS": width, "WIDE": everything} | every, wide),
+        ("block", block_kernel, routing | counts, absent | {"BLOCK": 128, "FILL": 512, "ZERO": not everything}, 4),
+    ]  # fmt: skip
+    for slots in TINY_SLOTS:
+        cases.append((f"tiny-{slots}", tiny_kernel, routing | lists | tiles, absent | {"BLOCK_M": 64, "N": slots}, slots // 32))
+    for slots in FEW_SLOTS:
+        types, warps = routing | lists | sizes | {"placers": "i32"}, 4 if slots <= 256 else 8
+        cases.append((f"few-{slots}", few_kernel, types, absent | {"PLACED": 16, "N": slots}, warps))
+    return [
+        CompileCase(f"moe_index/{name}/{tag}", kernel, types, constants | {"PDL": pdl}, warps, 1, no_spills=True, targets=targets)
+        for name, kernel, types, constants, warps in cases
+        for pdl, targets in _EVERYWHERE
+    ]
 
 
 def _gemm(

@@ -24,7 +24,8 @@ def path(request: pytest.FixtureRequest) -> dict[str, Any]:
 @pytest.fixture
 def many_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """The index of many slots, with few of them."""
-    monkeypatch.setattr("hal.kernels.moe_index.FEW_SLOTS", 0)
+    for name in ("TINY_SLOTS", "FEW_SLOTS"):
+        monkeypatch.setattr(f"hal.kernels.moe_index.{name}", ())
 
 
 def test_the_paths_are_what_the_tests_take_them_for() -> None:
