@@ -31,7 +31,7 @@ __all__ = ["FEW_SLOTS", "TINY_SLOTS", "Routing", "index_slots", "list_tiles", "l
 #: Most slots that one program sorts, by the kernel's variant.
 TINY_SLOTS = (32, 128)
 #: Most slots that are compared each with all, by the kernel's variant, and slots or experts of one of its programs.
-FEW_SLOTS = (256, 1024, 2048, 4096)
+FEW_SLOTS = (256, 512, 2048, 4096)
 _COUNTED = 16
 #: Most experts for which `expert * slots + slot` surely fits 31 bits.
 _MOST_EXPERTS = 1 << 18
