@@ -9,12 +9,14 @@ import torch
 from hal.kernels.compile_case import TYPE_NAMES, CompileCase, pointer
 from hal.kernels.moe_activation import ACTIVATIONS, activation_kernel
 from hal.kernels.moe_combine import combine_kernel, expand_kernel
+from hal.kernels.moe_configs import GemmConfig, MoeConfig, SlotConfig, SlotPath
 from hal.kernels.moe_gemm import moe_gemm_kernel
 from hal.kernels.moe_index import FEW_SLOTS, TINY_SLOTS
 from hal.kernels.moe_index_kernels import block_kernel, few_kernel, place_kernel, prefix_kernel, tiny_kernel
+from hal.kernels.moe_measured import HOPPER
 from hal.kernels.moe_slots import slot_down_kernel, slot_gate_up_kernel
 from hal.kernels.moe_tiles import bins, tiles_kernel
-from hal.kernels.moe_tuning import EXPERT_CONFIGS, SLOT_CONFIGS, GemmConfig, SlotConfig
+from hal.kernels.moe_tuning import EXPERT_CONFIGS, SLOT_CONFIGS, fitted
 
 __all__ = ["compile_cases"]
 
@@ -99,9 +101,10 @@ def _gemm(
         "GROUP_M": config.group_m, "SWAP": config.swap, "K_INNER": k_inner, "EVEN_N": even, "EVEN_K": even,
         "PERSISTENT": config.programs > 0, "UPCAST": False,
     } | {name: None for name in ("x_tma", "w_tma") if name not in types}  # fmt: skip
-    marks = [activation] * bool(activation) + ["interleaved"] * interleaved + ["n-inner"] * (not k_inner)
+    marks = ["swap"] * config.swap + ["tma"] * config.w_tma + [f"p{config.programs}"] * bool(config.programs) + [f"a{ahead}"] * bool(ahead)
+    marks += [activation] * bool(activation) + ["interleaved"] * interleaved + ["n-inner"] * (not k_inner)
     marks += ["odd"] * (not even) + ["all"] * everything
-    tag = "-".join([f"M{block_m}", f"N{config.block_n}", f"K{config.block_k}", f"w{config.warps}", *marks])
+    tag = "-".join([f"M{block_m}", f"N{config.block_n}", f"K{config.block_k}", f"w{config.warps}", f"s{config.stages}", *marks])
     return [
         CompileCase(
             f"moe_gemm/{kind}/{_name(dtype)}/{tag}", moe_gemm_kernel, types, constants | {"AHEAD": ahead if pdl else 0, "PDL": pdl},
@@ -113,20 +116,25 @@ def _gemm(
 
 
 def _gemms() -> list[CompileCase]:
-    """Every config of the table on both products; activations, layouts and odd sizes on one of them."""
-    cases = []
+    """Every config of the tables on both products; activations, layouts and odd sizes on some of them."""
+    cases: list[CompileCase] = []
+    for entry in HOPPER:
+        if isinstance(entry.config, MoeConfig):
+            cases += _gemm("hopper", torch.bfloat16, entry.config.block_m, entry.config.up, activation="silu")
+            cases += _gemm("hopper", torch.bfloat16, entry.config.block_m, entry.config.down, activation="")
     for (kind, size), rows in EXPERT_CONFIGS.items():
         for dtype in (torch.float32,) if size == 4 else (torch.bfloat16,) if kind == "hopper" else (torch.bfloat16, torch.float16):
             for _, config in rows:
                 cases += _gemm(kind, dtype, config.block_m, config.up, activation="silu")
                 cases += _gemm(kind, dtype, config.block_m, config.down, activation="")
+                cases += _gemm(kind, dtype, config.block_m, fitted(config.down, 96, 96), activation="")
                 cases += _gemm(kind, dtype, config.block_m, config.up, activation="swiglu_oai", k_inner=False, interleaved=True, everything=True)
                 cases += _gemm(kind, dtype, config.block_m, config.down, activation="", k_inner=False, even=False)
         first = rows[0][1]
         for activation in ACTIVATIONS[1:]:
             cases += _gemm(kind, dtype, first.block_m, first.up, activation=activation)
         cases += _gemm(kind, dtype, first.block_m, first.up, activation="silu", even=False, everything=True)
-    return list({case.name + str(case.targets): case for case in cases}.values())
+    return cases
 
 
 def _slots(dtype: torch.dtype, k_inner: bool, up: SlotConfig, down: SlotConfig, everything: bool) -> list[CompileCase]:
@@ -153,8 +161,10 @@ def _slots(dtype: torch.dtype, k_inner: bool, up: SlotConfig, down: SlotConfig, 
         first |= {"ROWS": up.rows, "BLOCK_K": up.block_k, "STAGES": up.stages, "PDL": pdl}
         second = one | absent | down_absent | {"TOP_K": 4 if everything else 8, "ROWS": down.rows, "BLOCK_K": down.block_k, "STAGES": down.stages}
         second |= {"WHOLE": not everything, "PREFETCH": down.prefetch and pdl and k_inner, "PDL": pdl}
-        cases.append(CompileCase(f"moe_slots/up/{tag}", slot_gate_up_kernel, up_types, first, up.warps, 1, targets=targets))
-        cases.append(CompileCase(f"moe_slots/down/{tag}", slot_down_kernel, down_types, second, down.warps, 1, targets=targets))
+        cases.append(CompileCase(f"moe_slots/up/{tag}/{up.rows}x{up.block_k}", slot_gate_up_kernel, up_types, first, up.warps, 1, targets=targets))
+        cases.append(
+            CompileCase(f"moe_slots/down/{tag}/{down.rows}x{down.block_k}", slot_down_kernel, down_types, second, down.warps, 1, targets=targets)
+        )
     return cases
 
 
@@ -188,8 +198,10 @@ def _rows(dtype: torch.dtype, everything: bool) -> list[CompileCase]:
 def compile_cases() -> list[CompileCase]:
     """All kernels of the experts, in the variants that their launchers ask for."""
     cases = [case for experts in (128, 1024) for everything in (False, True) for case in _index(experts, everything)] + _gemms()
-    for (size, k_inner), path in SLOT_CONFIGS.items():
+    paths = [(key, path) for key, table in SLOT_CONFIGS.items() for _, path in table]
+    for (size, k_inner), path in paths + [((2, True), entry.config) for entry in HOPPER if isinstance(entry.config, SlotPath)]:
         for dtype in (torch.float32,) if size == 4 else (torch.bfloat16, torch.float16):
             for everything in (False, True):
                 cases += _slots(dtype, k_inner, path.up, path.down, everything)
-    return cases + [case for dtype in _FLOATS for everything in (False, True) for case in _rows(dtype, everything)]
+    cases += [case for dtype in _FLOATS for everything in (False, True) for case in _rows(dtype, everything)]
+    return list({case.name + str(case.targets): case for case in cases}.values())

@@ -7,7 +7,7 @@ a function of the ids alone. Skipped slots (id out of range or foreign, padding 
 |---|---|
 | up to 128, without sizes | one program does all (`tiny_kernel`) |
 | up to 4096 | places and sizes, each slot compared with all (`few_kernel`); list of tiles (`tiles_kernel`) |
-| more | ranks and counts in blocks of slots (`block_kernel`); prefix sums over the blocks (`prefix_kernel`); places and list of tiles (`place_kernel`) |
+| more | ranks and counts in blocks (`block_kernel`); prefix sums over the blocks (`prefix_kernel`); places and list of tiles (`place_kernel`) |
 
 What bounds all of them is the latency of a load, of a reduction and of a launch, not throughput: no kernel loops over
 loads that it could have asked for at once.

@@ -31,8 +31,8 @@ def many_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_paths_are_what_the_tests_take_them_for() -> None:
     from hal.kernels.moe_tuning import slot_path
 
-    assert slot_path(FEW[0], 2, FEW[1], 4, True) is not None
-    assert slot_path(SORTED[0], 2, SORTED[1], 4, True) is None
+    assert slot_path(FEW[0], 2, FEW[1], 4, True, 40) is not None
+    assert slot_path(SORTED[0], 2, SORTED[1], 4, True, 40) is None
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)

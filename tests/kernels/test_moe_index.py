@@ -124,7 +124,9 @@ def test_op_fills_what_it_defines(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "rows"), [([3, 0, 20, 16], 39), ([0, 0, 0], 8), ([5], 5), ([8, 8, 8], 10), ([-4, 3, 2**20], 20), ([17] * 20, 400), ([2**31 - 1] * 3, 40)], ids=str
+    ("sizes", "rows"),
+    [([3, 0, 20, 16], 39), ([0, 0, 0], 8), ([5], 5), ([8, 8, 8], 10), ([-4, 3, 2**20], 20), ([17] * 20, 400), ([2**31 - 1] * 3, 40)],
+    ids=str,
 )
 @pytest.mark.parametrize("block_m", [16, 64])
 def test_tiles_of_given_sizes(device: torch.device, sizes: list[int], rows: int, block_m: int) -> None:
