@@ -9,10 +9,14 @@ import torch
 from hal.kernels.compile_case import TYPE_NAMES, CompileCase, pointer
 from hal.kernels.moe_activation import ACTIVATIONS, activation_kernel
 from hal.kernels.moe_combine import combine_kernel, expand_kernel
+from hal.kernels.moe_configs import GemmConfig, MoeConfig, SlotConfig, SlotPath
 from hal.kernels.moe_gemm import moe_gemm_kernel
-from hal.kernels.moe_index import block_counts_kernel, block_prefix_kernel, few_slots_kernel, many_slots_kernel, tiles_kernel
+from hal.kernels.moe_index import FEW_SLOTS, TINY_SLOTS
+from hal.kernels.moe_index_kernels import block_kernel, few_kernel, place_kernel, prefix_kernel, tiny_kernel
+from hal.kernels.moe_measured import HOPPER
 from hal.kernels.moe_slots import slot_down_kernel, slot_gate_up_kernel
-from hal.kernels.moe_tuning import EXPERT_CONFIGS, SLOT_CONFIGS, GemmConfig, SlotConfig
+from hal.kernels.moe_tiles import bins, tiles_kernel
+from hal.kernels.moe_tuning import EXPERT_CONFIGS, SLOT_CONFIGS, fitted
 
 __all__ = ["compile_cases"]
 
@@ -21,8 +25,8 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _EVERYWHERE = ((True, ("sm_90",)), (False, ("sm_80", "gfx942")))
 _TARGETS = {"hopper": ((True, ("sm_90",)),), "other": ((True, ("sm_90",)), (False, ("sm_80", "gfx942")))}
 #: Arguments of `local_expert`, with a map and a number of valid tokens or without.
-_ROUTING = {"ids_ptr": "*i32:16"} | dict.fromkeys(("slots", "top_k", "stride_it", "num_experts", "start", "local"), "i32")
-_OPTIONAL = ("map_ptr", "valid_ptr")
+_ROUTING = {"ids_ptr": "*i32:16"} | dict.fromkeys(("slots", "top_k", "num_experts", "start", "local"), "i32")
+_OPTIONAL = {"map_ptr": "*i32:16", "valid_ptr": "*i32:16", "stride_it": "i32"}
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -32,37 +36,38 @@ def _name(dtype: torch.dtype) -> str:
 def _routing(everything: bool) -> tuple[dict[str, str], dict[str, Any]]:
     """(types, constants) of what `local_expert` is given."""
     if everything:
-        return _ROUTING | dict.fromkeys(_OPTIONAL, "*i32:16"), {}
+        return _ROUTING | _OPTIONAL, {}
     return dict(_ROUTING), dict.fromkeys(_OPTIONAL)
 
 
 def _index(experts: int, everything: bool) -> list[CompileCase]:
-    """The kernels of the sort, for `experts` rounded up to bins; `everything`: all optional arguments."""
-    bins = max(16, 1 << experts.bit_length())
+    """The kernels of the sort; `everything`: all optional arguments."""
+    width = bins(experts)
     routing, absent = _routing(everything)
-    lists = {"sorted_ptr": "*i32:16", "places_ptr": "*i32:16", "tiles_ptr": "*i32:16", "bound": "i32"}
-    counts = {"counts_ptr": "*i32:16", "totals_ptr": "*i32:16", "blocks": "i32"}
-    sizes: dict[str, Any] = {} if everything else {"sizes_ptr": None}
-    if everything:
-        lists["sizes_ptr"] = "*i32:16"
-    common = absent | sizes | {"BINS": bins, "BLOCK_M": 64, "FILL": 1024}
-    tag, cases = f"E{experts}{'-all' if everything else ''}", []
-    warps = 4 if bins <= 512 else 8
-    for pdl, targets in _EVERYWHERE:
-        for name, kernel, types, constants in (
-            ("few", few_slots_kernel, routing | lists | {"placers": "i32"}, common | {"PLACED": 16, "CHUNK": 256}),
-            ("counts", block_counts_kernel, routing | {"counts_ptr": "*i32:16"}, absent | {"BINS": bins, "BLOCK": 512}),
-            ("prefix", block_prefix_kernel, counts, {"BINS": bins, "COLUMNS": 16, "ROWS": 64}),
-            ("many", many_slots_kernel, routing | lists | counts, common | {"BLOCK": 512, "COMPARED": 16}),
-            (
-                "tiles",
-                tiles_kernel,
-                {"tiles_ptr": "*i32:16", "sizes_ptr": "*i32:16", "rows": "i32", "local": "i32", "bound": "i32"},
-                {"BINS": bins, "BLOCK_M": 64, "FILL": 1024},
-            ),
-        ):
-            cases.append(CompileCase(f"moe_index/{name}/{tag}", kernel, types, constants | {"PDL": pdl}, warps, 1, targets=targets))
-    return cases
+    lists = {"sorted_ptr": "*i32:16", "places_ptr": "*i32:16"}
+    tiles = {"tiles_ptr": "*i32:16", "bound": "i32"}
+    counts = {"ranks_ptr": "*i32:16", "counts_ptr": "*i32:16", "columns": "i32"}
+    sizes = {"sizes_ptr": "*i32:16"}
+    every = {"BLOCK_M": 64, "FILL": 512}
+    placed = {"BINS": width, "PLACED": 512, "BLOCK": 128} | every
+    wide, tag = 4 if width <= 512 else 8, f"E{experts}{'-all' if everything else ''}"
+    cases: list[tuple[str, Any, dict[str, str], dict[str, Any], int]] = [
+        ("prefix", prefix_kernel, sizes | {n: "*i32:16" if n == "counts_ptr" else "i32" for n in ("counts_ptr", "blocks", "columns", "local")},
+         {"COLUMNS": 8, "ROWS": 512}, 8),
+        ("place", place_kernel, lists | tiles | counts | sizes | dict.fromkeys(("writers", "slots", "local"), "i32"), placed, 8),
+        ("tiles", tiles_kernel, sizes | tiles | dict.fromkeys(("rows", "local"), "i32"), {"BINS": width, "WIDE": everything} | every, wide),
+        ("block", block_kernel, routing | counts, absent | {"BLOCK": 128, "FILL": 512, "ZERO": not everything}, 4),
+    ]  # fmt: skip
+    for slots in TINY_SLOTS:
+        cases.append((f"tiny-{slots}", tiny_kernel, routing | lists | tiles, absent | {"BLOCK_M": 64, "N": slots}, slots // 32))
+    for slots in FEW_SLOTS:
+        types, warps = routing | lists | sizes | {"placers": "i32"}, 4 if slots <= 256 else 8
+        cases.append((f"few-{slots}", few_kernel, types, absent | {"PLACED": 16, "N": slots}, warps))
+    return [
+        CompileCase(f"moe_index/{name}/{tag}", kernel, types, constants | {"PDL": pdl}, warps, 1, no_spills=True, targets=targets)
+        for name, kernel, types, constants, warps in cases
+        for pdl, targets in _EVERYWHERE
+    ]
 
 
 def _gemm(
@@ -96,9 +101,10 @@ def _gemm(
         "GROUP_M": config.group_m, "SWAP": config.swap, "K_INNER": k_inner, "EVEN_N": even, "EVEN_K": even,
         "PERSISTENT": config.programs > 0, "UPCAST": False,
     } | {name: None for name in ("x_tma", "w_tma") if name not in types}  # fmt: skip
-    marks = [activation] * bool(activation) + ["interleaved"] * interleaved + ["n-inner"] * (not k_inner)
+    marks = ["swap"] * config.swap + ["tma"] * config.w_tma + [f"p{config.programs}"] * bool(config.programs) + [f"a{ahead}"] * bool(ahead)
+    marks += [activation] * bool(activation) + ["interleaved"] * interleaved + ["n-inner"] * (not k_inner)
     marks += ["odd"] * (not even) + ["all"] * everything
-    tag = "-".join([f"M{block_m}", f"N{config.block_n}", f"K{config.block_k}", f"w{config.warps}", *marks])
+    tag = "-".join([f"M{block_m}", f"N{config.block_n}", f"K{config.block_k}", f"w{config.warps}", f"s{config.stages}", *marks])
     return [
         CompileCase(
             f"moe_gemm/{kind}/{_name(dtype)}/{tag}", moe_gemm_kernel, types, constants | {"AHEAD": ahead if pdl else 0, "PDL": pdl},
@@ -110,20 +116,25 @@ def _gemm(
 
 
 def _gemms() -> list[CompileCase]:
-    """Every config of the table on both products; activations, layouts and odd sizes on one of them."""
-    cases = []
+    """Every config of the tables on both products; activations, layouts and odd sizes on some of them."""
+    cases: list[CompileCase] = []
+    for entry in HOPPER:
+        if isinstance(entry.config, MoeConfig):
+            cases += _gemm("hopper", torch.bfloat16, entry.config.block_m, entry.config.up, activation="silu")
+            cases += _gemm("hopper", torch.bfloat16, entry.config.block_m, entry.config.down, activation="")
     for (kind, size), rows in EXPERT_CONFIGS.items():
         for dtype in (torch.float32,) if size == 4 else (torch.bfloat16,) if kind == "hopper" else (torch.bfloat16, torch.float16):
             for _, config in rows:
                 cases += _gemm(kind, dtype, config.block_m, config.up, activation="silu")
                 cases += _gemm(kind, dtype, config.block_m, config.down, activation="")
+                cases += _gemm(kind, dtype, config.block_m, fitted(config.down, 96, 96), activation="")
                 cases += _gemm(kind, dtype, config.block_m, config.up, activation="swiglu_oai", k_inner=False, interleaved=True, everything=True)
                 cases += _gemm(kind, dtype, config.block_m, config.down, activation="", k_inner=False, even=False)
         first = rows[0][1]
         for activation in ACTIVATIONS[1:]:
             cases += _gemm(kind, dtype, first.block_m, first.up, activation=activation)
         cases += _gemm(kind, dtype, first.block_m, first.up, activation="silu", even=False, everything=True)
-    return list({case.name + str(case.targets): case for case in cases}.values())
+    return cases
 
 
 def _slots(dtype: torch.dtype, k_inner: bool, up: SlotConfig, down: SlotConfig, everything: bool) -> list[CompileCase]:
@@ -150,8 +161,10 @@ def _slots(dtype: torch.dtype, k_inner: bool, up: SlotConfig, down: SlotConfig, 
         first |= {"ROWS": up.rows, "BLOCK_K": up.block_k, "STAGES": up.stages, "PDL": pdl}
         second = one | absent | down_absent | {"TOP_K": 4 if everything else 8, "ROWS": down.rows, "BLOCK_K": down.block_k, "STAGES": down.stages}
         second |= {"WHOLE": not everything, "PREFETCH": down.prefetch and pdl and k_inner, "PDL": pdl}
-        cases.append(CompileCase(f"moe_slots/up/{tag}", slot_gate_up_kernel, up_types, first, up.warps, 1, targets=targets))
-        cases.append(CompileCase(f"moe_slots/down/{tag}", slot_down_kernel, down_types, second, down.warps, 1, targets=targets))
+        cases.append(CompileCase(f"moe_slots/up/{tag}/{up.rows}x{up.block_k}", slot_gate_up_kernel, up_types, first, up.warps, 1, targets=targets))
+        cases.append(
+            CompileCase(f"moe_slots/down/{tag}/{down.rows}x{down.block_k}", slot_down_kernel, down_types, second, down.warps, 1, targets=targets)
+        )
     return cases
 
 
@@ -196,9 +209,11 @@ def _expand(bits: str) -> list[CompileCase]:
 def compile_cases() -> list[CompileCase]:
     """All kernels of the experts, in the variants that their launchers ask for."""
     cases = [case for experts in (128, 1024) for everything in (False, True) for case in _index(experts, everything)] + _gemms()
-    for (size, k_inner), path in SLOT_CONFIGS.items():
+    paths = [(key, path) for key, table in SLOT_CONFIGS.items() for _, path in table]
+    for (size, k_inner), path in paths + [((2, True), entry.config) for entry in HOPPER if isinstance(entry.config, SlotPath)]:
         for dtype in (torch.float32,) if size == 4 else (torch.bfloat16, torch.float16):
             for everything in (False, True):
                 cases += _slots(dtype, k_inner, path.up, path.down, everything)
     cases += [case for bits in ("u8", "i16", "i32", "i64") for case in _expand(bits)]
-    return cases + [case for dtype in _FLOATS for everything in (False, True) for case in _rows(dtype, everything)]
+    cases += [case for dtype in _FLOATS for everything in (False, True) for case in _rows(dtype, everything)]
+    return list({case.name + str(case.targets): case for case in cases}.values())

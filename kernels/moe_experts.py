@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from hal.kernels.launch import pdl_options
 from hal.kernels.moe_gemm import moe_gemm_kernel
 from hal.kernels.moe_index import list_tiles, most_tiles
-from hal.kernels.moe_tuning import GemmConfig, moe_config, multiprocessors
+from hal.kernels.moe_tuning import GemmConfig, fitted, moe_config, multiprocessors
 from hal.kernels.scratch import current_device
 from hal.kernels.tuning import interpreting, supports_pdl
 
@@ -137,5 +137,6 @@ def group_gemm(x: Tensor, weight: Tensor, expert_sizes: Tensor, out: Tensor, *, 
     if rows == 0 or experts == 0 or out.shape[1] == 0:
         return
     config = moe_config(x.device, x.element_size(), rows, experts)
+    down = fitted(config.down, out.shape[1], x.shape[1])
     tiles = list_tiles(expert_sizes, rows, config.block_m)
-    grouped_product(x, weight, out, tiles, most_tiles(rows, experts, config.block_m), config.block_m, config.down, bias=bias)
+    grouped_product(x, weight, out, tiles, most_tiles(rows, experts, config.block_m), config.block_m, down, bias=bias)

@@ -1,6 +1,6 @@
 """Launcher of `fused_moe`: two kernels for very few tokens, else four to six.
 
-Sorted path: index (one launch, three for many slots) -> gate and up projections, rows gathered and activation applied
+Sorted path: index (one to three launches) -> gate and up projections, rows gathered and activation applied
 inside -> down projection -> combine. Scratch is the activated intermediate (T * k * I), the down projection's output
 (T * k * H), and int32 lists of 2 * T * k slots and at most `(T * k + min(T * k, E) * (block_m - 1)) / block_m` tiles of 16 bytes. The path for
 few tokens needs the intermediate only. Nothing waits for the device.
@@ -15,7 +15,7 @@ from hal.kernels.moe_combine import moe_combine
 from hal.kernels.moe_experts import Activation, Gather, grouped_product
 from hal.kernels.moe_index import Routing, index_slots, most_tiles
 from hal.kernels.moe_slots import slot_down, slot_gate_up
-from hal.kernels.moe_tuning import MoeConfig, SlotPath, moe_config, slot_path
+from hal.kernels.moe_tuning import Experts, MoeConfig, SlotPath, expert_config
 from hal.kernels.scratch import scratch
 
 __all__ = ["fused_moe"]
@@ -66,7 +66,7 @@ def fused_moe(
         num_valid_tokens: int32 of one element; later tokens are padding and get zero rows.
     """
     tokens, top_k = ids.shape
-    experts, hidden, _ = w_down.shape
+    experts, hidden, inner = w_down.shape
     if tokens == 0 or hidden == 0:
         return
     if experts == 0 or top_k == 0:
@@ -81,12 +81,11 @@ def fused_moe(
     routing = Routing.of(ids, spoken, local=experts, expert_range=expert_range, expert_map=expert_map, num_valid_tokens=num_valid_tokens)
     act = Activation(activation, gate_up == "interleaved", alpha, limit)
     k_inner = w_gate_up.stride(2) == 1 and w_down.stride(2) == 1
-    slots = slot_path(tokens, top_k, experts, x.element_size(), k_inner)
+    config = expert_config(x.device, Experts(experts, hidden, inner, top_k, x.element_size(), k_inner), tokens)
     before, after = (weights, None) if weight_on_input else (None, weights)
-    if slots is not None:
-        _few(x, w_gate_up, w_down, before, after, out, routing, slots, act, b_gate_up, b_down)
+    if isinstance(config, SlotPath):
+        _few(x, w_gate_up, w_down, before, after, out, routing, config, act, b_gate_up, b_down)
     else:
-        config = moe_config(x.device, x.element_size(), tokens * top_k, experts)
         _sorted(x, w_gate_up, w_down, before, after, out, routing, config, act, b_gate_up, b_down)
 
 

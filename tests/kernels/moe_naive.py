@@ -107,7 +107,7 @@ def local_ids(ids: Tensor, experts: int, options: dict[str, Any]) -> Tensor:
         local = torch.where((ids >= start) & (ids < end), ids - start, -1)
     local = torch.where((local >= 0) & (local < experts), local, -1)
     if valid is not None:
-        local[int(valid) :] = -1
+        local[max(0, int(valid)) :] = -1
     return local
 
 

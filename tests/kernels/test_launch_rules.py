@@ -154,8 +154,20 @@ def test_expert_gates() -> None:
         assert gate is not None
         return [r.code.value for r in gate(SimpleNamespace(**facts, **more), DeviceInfo("cuda", 0, "nvidia", "card", arch))]
 
-    fused: dict[str, object] = {"dtype": torch.bfloat16, "weight_dtype": torch.bfloat16, "out_dtype": torch.bfloat16, "w_scales": None, "num_experts": 10**6}
-    product: dict[str, object] = {"dtype": torch.float16, "weight_dtype": torch.float16, "out_dtype": torch.float16, "w_scales": None, "num_experts": 8}
+    fused: dict[str, object] = {
+        "dtype": torch.bfloat16,
+        "weight_dtype": torch.bfloat16,
+        "out_dtype": torch.bfloat16,
+        "w_scales": None,
+        "num_experts": 10**6,
+    }
+    product: dict[str, object] = {
+        "dtype": torch.float16,
+        "weight_dtype": torch.float16,
+        "out_dtype": torch.float16,
+        "w_scales": None,
+        "num_experts": 8,
+    }
     assert codes("fused_moe", fused, num_local_experts=1025) == []
     assert codes("fused_moe", fused, num_local_experts=8192) == ["SHAPE"]
     assert codes("fused_moe", fused, (7, 5), num_local_experts=8) == ["ARCH"]

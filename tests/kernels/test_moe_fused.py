@@ -24,14 +24,15 @@ def path(request: pytest.FixtureRequest) -> dict[str, Any]:
 @pytest.fixture
 def many_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """The index of many slots, with few of them."""
-    monkeypatch.setattr("hal.kernels.moe_index.FEW_SLOTS", 0)
+    for name in ("TINY_SLOTS", "FEW_SLOTS"):
+        monkeypatch.setattr(f"hal.kernels.moe_index.{name}", ())
 
 
 def test_the_paths_are_what_the_tests_take_them_for() -> None:
     from hal.kernels.moe_tuning import slot_path
 
-    assert slot_path(FEW[0], 2, FEW[1], 4, True) is not None
-    assert slot_path(SORTED[0], 2, SORTED[1], 4, True) is None
+    assert slot_path(FEW[0], 2, FEW[1], 4, True, 40) is not None
+    assert slot_path(SORTED[0], 2, SORTED[1], 4, True, 40) is None
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)

@@ -51,18 +51,21 @@ def check_index(device: torch.device, ids: Tensor, experts: int, block_m: int = 
         torch.full((n,), 0x7F7F7F7F, dtype=torch.int32, device=device) for n in (routing.slots, routing.slots, experts, 4 + 4 * bound)
     )
     poison()
-    index_slots(routing, order_out, places_out, sizes_out, tiles, block_m)
-    assert order_out[: len(order)].tolist() == order
-    assert places_out.tolist() == places
+    for wanted in (None, sizes_out):  # without sizes, few slots take one launch
+        index_slots(routing, order_out, places_out, wanted, tiles, block_m)
+        assert order_out[: len(order)].tolist() == order
+        assert places_out.tolist() == places
+        check_tiles(tiles, bound, naive_tiles(sizes, routing.slots, block_m))
+        for tensor in (order_out, places_out, tiles):
+            tensor.fill_(0x7F7F7F7F)
     assert sizes_out.tolist() == sizes
-    check_tiles(tiles, bound, naive_tiles(sizes, routing.slots, block_m))
 
 
-@pytest.fixture(params=["few", "many"], autouse=True)
+@pytest.fixture(params=[(), ("TINY_SLOTS",), ("TINY_SLOTS", "FEW_SLOTS")], ids=["tiny", "few", "many"], autouse=True)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways to sort, whatever the number of slots."""
-    if request.param == "many":
-        monkeypatch.setattr("hal.kernels.moe_index.FEW_SLOTS", 0)
+    """All ways to sort, whatever the number of slots."""
+    for name in request.param:
+        monkeypatch.setattr(f"hal.kernels.moe_index.{name}", ())
 
 
 @pytest.mark.parametrize("experts", [1, 2, 3, 7, 13, 60, 128, 257, 1025])
@@ -70,6 +73,12 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def test_random_ids(device: torch.device, tokens: int, experts: int) -> None:
     g = torch.Generator().manual_seed(tokens + experts)
     check_index(device, torch.randint(0, experts, (tokens, 2), generator=g, dtype=torch.int32), experts)
+
+
+@pytest.mark.parametrize("slots", [1, 31, 32, 33, 127, 128, 129, 255, 257, 512, 513, 1025])
+def test_slot_counts_around_the_blocks(device: torch.device, slots: int) -> None:
+    g = torch.Generator().manual_seed(slots)
+    check_index(device, torch.randint(-1, 9, (slots, 1), generator=g, dtype=torch.int32), 8)
 
 
 @pytest.mark.parametrize("block_m", [16, 128])
@@ -95,7 +104,7 @@ def test_range_map_and_valid_tokens(device: torch.device) -> None:
     check_index(device, ids, 4, expert_range=(3, 7), num_experts=10)
     expert_map = torch.tensor([3, -1, 0, 7, 1, -1, 2, 10**6, -9, 4], dtype=torch.int32)
     check_index(device, ids, 5, expert_map=expert_map)
-    for valid in (0, 1, 17, 40, 99):
+    for valid in (0, 1, 17, 40, 99, -1, -(2**30) + 5, 2**31 - 1):
         check_index(device, ids, 10, num_valid_tokens=torch.tensor([valid], dtype=torch.int32))
 
 
@@ -122,9 +131,9 @@ def test_op_fills_what_it_defines(device: torch.device) -> None:
         ([5], 5),
         ([8, 8, 8], 10),
         ([-4, 3, 2**20], 20),
-        ([2**31 - 1, 1, 2**31 - 1, -(2**31)], 20),
-        ([2**30] * 20, 400),
         ([17] * 20, 400),
+        ([2**31 - 1] * 3, 40),
+        ([2**31 - 1, 1, -(2**31)], 20),
     ],
     ids=str,
 )
