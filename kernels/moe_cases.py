@@ -99,7 +99,7 @@ def _gemm(
     constants |= {
         "ACTIVATION": activation, "INTERLEAVED": interleaved, "BLOCK_M": block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
         "GROUP_M": config.group_m, "SWAP": config.swap, "K_INNER": k_inner, "EVEN_N": even, "EVEN_K": even,
-        "PERSISTENT": config.programs > 0, "UPCAST": False,
+        "PERSISTENT": config.programs > 0, "UPCAST": False, "SCALES": "", "HALVES": False, "QMAX": 0.0,
     } | {name: None for name in ("x_tma", "w_tma") if name not in types}  # fmt: skip
     marks = ["swap"] * config.swap + ["tma"] * config.w_tma + [f"p{config.programs}"] * bool(config.programs) + [f"a{ahead}"] * bool(ahead)
     marks += [activation] * bool(activation) + ["interleaved"] * interleaved + ["n-inner"] * (not k_inner)

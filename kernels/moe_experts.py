@@ -12,11 +12,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from hal.kernels.launch import pdl_options
 from hal.kernels.moe_gemm import moe_gemm_kernel
 from hal.kernels.moe_index import list_tiles, most_tiles
+from hal.kernels.moe_quantise import QMAX, Rows, empty_rows, quantise
+from hal.kernels.moe_quantised_tuning import quantised_config
 from hal.kernels.moe_tuning import GemmConfig, fitted, moe_config, multiprocessors
 from hal.kernels.scratch import current_device
 from hal.kernels.tuning import interpreting, supports_pdl
 
-__all__ = ["Activation", "Gather", "group_gemm", "grouped_product"]
+__all__ = ["Activation", "Gather", "Scales", "group_gemm", "grouped_product", "scale_strides"]
 
 
 #: Programs per multiprocessor that may be placed before the kernel before is done.
@@ -46,6 +48,36 @@ class Gather:
     sorted_slots: Tensor
     top_k: int
     factors: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Scales:
+    """fp32 scales of a product of codes.
+
+    Attributes:
+        rows: of x: one of a row, or (rows, ceil(K / 128)) beside blocks of the weights.
+        weight: (E,), (E, N), or (E, ceil(N / 128), ceil(K / 128)).
+        result: (M, ceil(N / 128)), written: the result is quantised by groups of 128 columns; None for no.
+    """
+
+    rows: Tensor
+    weight: Tensor
+    result: Tensor | None = None
+
+
+def scale_strides(scales: Tensor) -> tuple[int, int, int]:
+    """Strides of the experts, outputs and blocks of K of scales that may have one or two of these dimensions only."""
+    strides = (*scales.stride(), 0, 0)
+    return strides[0], strides[1], strides[2]
+
+
+def _scale_arguments(scales: Scales | None) -> tuple[tuple[Any, ...], tuple[int, ...], str]:
+    """(pointers, strides, kind) of scales, as the kernel takes them."""
+    if scales is None:
+        return (None, None, None), (0,) * 6, ""
+    row_strides = (*scales.rows.stride(), 0)
+    strides = (*row_strides[:2], *scale_strides(scales.weight), 0 if scales.result is None else scales.result.stride(0))
+    return (scales.rows, scales.weight, scales.result), strides, "block" if scales.weight.dim() == 3 else "row"
 
 
 def _described(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: list[int]) -> TensorDescriptor | None:
@@ -80,6 +112,7 @@ def grouped_product(
     bias: Tensor | None = None,
     activation: Activation | None = None,
     gather: Gather | None = None,
+    scales: Scales | None = None,
     tiles_known: bool = False,
 ) -> None:
     """Multiply sorted rows by the weights of their expert.
@@ -95,6 +128,7 @@ def grouped_product(
         bias: (E, N) or None.
         activation: None for none.
         gather: None if x is sorted.
+        scales: of quantised x and weights; None for others.
         tiles_known: the kernel before this one has waited for the list of tiles.
     """
     device, columns, depth = x.device, out.shape[1], weight.shape[2]
@@ -110,33 +144,56 @@ def grouped_product(
     if config.programs:
         programs = min(programs, config.programs * multiprocessors(device))
     factors = gather.factors if gather else None
+    pointers, strides, kind = _scale_arguments(scales)
+    halves = kind == "block" and (act.name == "" or act.interleaved or columns % out_n == 0)
+    upcast = interpreting() and weight.element_size() > 1  # products of codes are right there
     pdl = supports_pdl(device)
     ahead = config.ahead if tiles_known and pdl and k_inner else 0
     arguments: tuple[Any, ...] = (
-        x, weight, rows, descriptor, out, bias, factors, gather.sorted_slots if gather else None, tiles,
+        x, weight, rows, descriptor, out, bias, factors, gather.sorted_slots if gather else None, tiles, *pointers,
         act.alpha, act.limit, columns, depth, gather.top_k if gather else 1, _EARLY * multiprocessors(device),
-        x.stride(0), *weight.stride(), 0 if bias is None else bias.stride(0), 0 if factors is None else factors.stride(0), out.stride(0),
+        x.stride(0), *weight.stride(), 0 if bias is None else bias.stride(0), 0 if factors is None else factors.stride(0), out.stride(0), *strides,
         act.name, act.interleaved, block_m, config.block_n, config.block_k, config.group_m, config.swap,
-        k_inner, columns % out_n == 0, depth % config.block_k == 0, config.programs > 0, ahead, interpreting(), pdl,
+        k_inner, columns % out_n == 0, depth % config.block_k == 0, config.programs > 0, ahead, upcast,
+        kind, halves, QMAX.get(out.dtype, 0.0), pdl,
     )  # fmt: skip
     with current_device(device):
         moe_gemm_kernel[(programs,)](*arguments, num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=True, **pdl_options(pdl))
 
 
-def group_gemm(x: Tensor, weight: Tensor, expert_sizes: Tensor, out: Tensor, *, bias: Tensor | None = None) -> None:
+def group_gemm(
+    x: Tensor,
+    weight: Tensor,
+    expert_sizes: Tensor,
+    out: Tensor,
+    *,
+    bias: Tensor | None = None,
+    w_scales: Tensor | None = None,
+    x_scales: Tensor | None = None,
+) -> None:
     """The op `group_gemm`.
 
     Args:
-        x: (M, K), rows sorted by expert.
+        x: (M, K), rows sorted by expert; beside quantised weights of their dtype with `x_scales`, or a float dtype.
         weight: (E, N, K), either of the last dimensions contiguous.
         expert_sizes: (E,) int32 on the device.
         out: (M, N), written up to the sum of the sizes.
         bias: (E, N) or None.
+        w_scales: (E,), (E, N) or (E, ceil(N / 128), ceil(K / 128)) fp32 of quantised weights, else None.
+        x_scales: (M,), or (M, ceil(K / 128)) beside scales of blocks, of quantised x, else None.
     """
     rows, experts = x.shape[0], weight.shape[0]
     if rows == 0 or experts == 0 or out.shape[1] == 0:
         return
-    config = moe_config(x.device, x.element_size(), rows, experts)
-    down = fitted(config.down, out.shape[1], x.shape[1])
+    scales = None
+    if w_scales is None:
+        config = moe_config(x.device, x.element_size(), rows, experts)
+    else:
+        blocks = w_scales.dim() == 3
+        config = quantised_config(x.device, weight.dtype, blocks, rows, experts)
+        given = quantise(x, empty_rows("x", *x.shape, weight.dtype, blocks, x.device)) if x_scales is None else Rows(x, x_scales)
+        x, scales = given.codes, Scales(given.scales, w_scales)
     tiles = list_tiles(expert_sizes, rows, config.block_m)
-    grouped_product(x, weight, out, tiles, most_tiles(rows, experts, config.block_m), config.block_m, down, bias=bias)
+    bound = most_tiles(rows, experts, config.block_m)
+    down = config.down if scales is not None else fitted(config.down, out.shape[1], x.shape[1])
+    grouped_product(x, weight, out, tiles, bound, config.block_m, down, bias=bias, scales=scales)

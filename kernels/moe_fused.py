@@ -3,7 +3,7 @@
 Sorted path: index (one to three launches) -> gate and up projections, rows gathered and activation applied
 inside -> down projection -> combine. Scratch is the activated intermediate (T * k * I), the down projection's output
 (T * k * H), and int32 lists of 2 * T * k slots and at most `(T * k + min(T * k, E) * (block_m - 1)) / block_m` tiles of 16 bytes. The path for
-few tokens needs the intermediate only. Nothing waits for the device.
+few tokens needs the intermediate only. Nothing waits for the device. Quantised experts: `moe_quantised`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 from hal.kernels.moe_combine import moe_combine
 from hal.kernels.moe_experts import Activation, Gather, grouped_product
 from hal.kernels.moe_index import Routing, index_slots, most_tiles
+from hal.kernels.moe_quantised import QuantisedExperts, quantised_moe
 from hal.kernels.moe_slots import slot_down, slot_gate_up
 from hal.kernels.moe_tuning import Experts, MoeConfig, SlotPath, expert_config
 from hal.kernels.scratch import scratch
@@ -36,6 +37,8 @@ def fused_moe(
     gate_up: str,
     b_gate_up: Tensor | None = None,
     b_down: Tensor | None = None,
+    w_scales: tuple[Tensor, Tensor] | None = None,
+    x_scales: Tensor | None = None,
     alpha: float = 1.702,
     limit: float | None = None,
     num_experts: int | None = None,
@@ -47,7 +50,7 @@ def fused_moe(
     """Write `out`; arguments as in the contract of `fused_moe`, defaults resolved.
 
     Args:
-        x: (T, H).
+        x: (T, H); beside quantised weights of their dtype with `x_scales`, or a float dtype.
         w_gate_up: (E, 2I, H), either of the last dimensions contiguous.
         w_down: (E, H, I), likewise.
         weights: (T, k) fp32.
@@ -57,6 +60,8 @@ def fused_moe(
         gate_up: "concat" or "interleaved".
         b_gate_up: (E, 2I) or None.
         b_down: (E, H) or None.
+        w_scales: fp32 scales of both quantised weights: (E,), (E, N) or (E, ceil(N / 128), ceil(K / 128)); else None.
+        x_scales: (T,), or (T, ceil(H / 128)) beside scales of blocks, of quantised x; else None.
         alpha: of swiglu_oai.
         limit: clamp of gates and ups, None for none.
         num_experts: experts that the ids speak of; E without range and map.
@@ -80,9 +85,13 @@ def fused_moe(
         spoken = experts
     routing = Routing.of(ids, spoken, local=experts, expert_range=expert_range, expert_map=expert_map, num_valid_tokens=num_valid_tokens)
     act = Activation(activation, gate_up == "interleaved", alpha, limit)
+    before, after = (weights, None) if weight_on_input else (None, weights)
+    if w_scales is not None:
+        quantised = QuantisedExperts(w_gate_up, w_scales[0], b_gate_up, w_down, w_scales[1], b_down, act)
+        quantised_moe(x, x_scales, quantised, routing, out, before=before, after=after)
+        return
     k_inner = w_gate_up.stride(2) == 1 and w_down.stride(2) == 1
     config = expert_config(x.device, Experts(experts, hidden, inner, top_k, x.element_size(), k_inner), tokens)
-    before, after = (weights, None) if weight_on_input else (None, weights)
     if isinstance(config, SlotPath):
         _few(x, w_gate_up, w_down, before, after, out, routing, config, act, b_gate_up, b_down)
     else:

@@ -1,0 +1,580 @@
+"""Quantised experts of the Triton kernels against float64: rows quantised inside or given, scales of tensors, channels and blocks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tests.kernels.moe_naive import act, local_ids, n_inner, padded, poison, split_gate_up
+from tests.kernels.naive import NAN
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+INT8, E4M3 = torch.int8, torch.float8_e4m3fn
+QMAX = {INT8: 127.0, E4M3: 448.0}
+KINDS = ["tensor", "channel", "block"]
+#: Under the interpreter bf16 is truncated, three times over.
+TRUNCATED = 3e-2
+#: Error relative to the largest magnitude: sums of given codes in fp32; one more rounding of rows to codes, a few of which may differ by one.
+EXACT = {INT8: 2e-5, E4M3: 2e-5}
+#: Matrix units add e4m3 products up in some 14 bits, for 128 columns at a time.
+EXACT_ON_GPU = {INT8: 2e-5, E4M3: 2e-3}
+ROUNDED = {INT8: 2e-2, E4M3: 8e-2}
+
+
+def spread(scales: Tensor, shape: torch.Size) -> Tensor:
+    """Scales of rows (R,) or groups (R, G), of weights (E,), (E, N) or (E, Nb, Kb), for every element of float64 `shape`."""
+    scales = scales.double().cpu()
+    if scales.dim() == len(shape):
+        for axis in range(1, len(shape)):
+            scales = scales.repeat_interleave(128, axis).narrow(axis, 0, shape[axis])
+    return scales.reshape(scales.shape + (1,) * (len(shape) - scales.dim())).expand(shape)
+
+
+def rounded(x: Tensor, dtype: torch.dtype, block: bool) -> tuple[Tensor, Tensor]:
+    """Codes and fp32 scales of the rows of x (R, K) on the CPU, as the contract says."""
+    width = 128 if block else max(x.shape[1], 1)
+    groups = -(-x.shape[1] // 128) if block else 1
+    parts = functional.pad(x.float().cpu(), (0, groups * width - x.shape[1])).view(x.shape[0], groups, width)
+    scale = parts.abs().amax(2) / QMAX[dtype]
+    code = (parts / torch.where(scale > 0, scale, 1.0)[:, :, None]).clamp(-QMAX[dtype], QMAX[dtype])
+    code = (code.round() if dtype == INT8 else code).to(dtype).view(torch.uint8).flatten(1)[:, : x.shape[1]].contiguous()
+    return code.view(dtype), scale if block else scale[:, 0]
+
+
+def quantised_weight(weight: Tensor, dtype: torch.dtype, kind: str) -> tuple[Tensor, Tensor]:
+    """Codes (E, N, K) and scales."""
+    experts, n, k = weight.shape
+    if kind == "block":
+        whole = functional.pad(weight, (0, -k % 128, 0, -n % 128)).view(experts, -(-n // 128), 128, -(-k // 128), 128)
+        scales = whole.abs().amax((2, 4)) / QMAX[dtype]
+    else:
+        scales = functional.pad(weight, (0, 1)).abs().amax((1, 2) if kind == "tensor" else 2) / QMAX[dtype]
+    code = (weight.double() / spread(scales, weight.shape)).clamp(-QMAX[dtype], QMAX[dtype])
+    return (code.round() if dtype == INT8 else code.float()).to(dtype), scales
+
+
+def raw(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+def laid_out(weight: Tensor, layout: str) -> Tensor:
+    """(E, N, K) with N contiguous, or with rows further apart."""
+    if "n-inner" in layout:
+        return (
+            n_inner(raw(weight)).view(weight.dtype)
+            if weight.dtype == INT8
+            else raw(weight).transpose(1, 2).contiguous().view(weight.dtype).transpose(1, 2)
+        )
+    if "padded" in layout:
+        room = torch.full((*weight.shape[:2], weight.shape[2] + 16), 0x7F, dtype=torch.uint8)
+        room[..., : weight.shape[2]] = raw(weight)
+        return room.view(weight.dtype)[..., : weight.shape[2]]
+    return weight
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """On the device with the same strides."""
+    if device.type == "cpu":
+        return tensor
+    target = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    raw(target).copy_(raw(tensor).to(device))
+    return target
+
+
+def error_of(got: Tensor, wanted: Tensor) -> float:
+    got = got.double().cpu()
+    assert got.shape == wanted.shape
+    assert not torch.isnan(got).any(), "the result holds NaN"
+    return float((got - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30)) if wanted.numel() else 0.0
+
+
+def rounds_e4m3(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+@pytest.fixture
+def needs_rounding(device: torch.device, dtype: torch.dtype) -> None:
+    if dtype == E4M3 and not rounds_e4m3(device):
+        pytest.skip("the interpreter converts fp32 to e4m3 wrongly: rows quantised inside prove nothing there")
+
+
+# ---- the rounding of rows
+
+
+def run_quantise(device: torch.device, x: Tensor, dtype: torch.dtype, block: bool, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    from hal.kernels.moe_quantise import empty_rows, quantise
+
+    rows = empty_rows("test", *x.shape, dtype, block, device)
+    poison()
+    quantise(x.to(device) if x.is_contiguous() else moved(x, device), rows, None if valid is None else valid.to(device))
+    return rows.codes.cpu(), rows.scales.cpu()
+
+
+@pytest.mark.parametrize("dtype", [INT8, E4M3], ids=str)
+@pytest.mark.parametrize("block", [False, True], ids=["rows", "groups"])
+@pytest.mark.parametrize("columns", [1, 40, 128, 200, 768, 5000])
+@pytest.mark.usefixtures("needs_rounding")
+def test_rows_are_rounded_as_the_contract_says(device: torch.device, dtype: torch.dtype, block: bool, columns: int) -> None:
+    x = torch.randn(7, columns, generator=torch.Generator().manual_seed(columns))
+    x[2] = 0
+    x[3, : columns // 2] = 0
+    x[4] *= 1e-30
+    x[5] *= 1e30
+    for given in (x, x.to(BF16), x[:1], padded(x.to(F16).clamp(-6e4, 6e4))):
+        codes, scales = run_quantise(device, given, dtype, block)
+        wanted, wanted_scales = rounded(given, dtype, block)
+        assert torch.equal(scales, wanted_scales)
+        assert torch.equal(codes.float(), wanted.float())
+
+
+@pytest.mark.parametrize("block", [False, True], ids=["rows", "groups"])
+@pytest.mark.parametrize("bad", [NAN, math.inf, -math.inf])
+def test_rows_that_are_not_finite_have_scale_nan(device: torch.device, block: bool, bad: float) -> None:
+    x = torch.randn(3, 300)
+    x[1, 130] = bad
+    codes, scales = run_quantise(device, x, INT8, block)
+    clean = x.clone()
+    clean[1, 130] = 0
+    _, wanted = rounded(clean, INT8, block)
+    touched = torch.zeros(wanted.shape, dtype=torch.bool)
+    touched[(1, 1) if block else (1,)] = True
+    assert torch.isnan(scales[touched]).all()
+    assert torch.equal(scales[~touched], wanted[~touched])
+    assert not codes[1, 128:256].any()
+
+
+@pytest.mark.parametrize("block", [False, True], ids=["rows", "groups"])
+@pytest.mark.parametrize("valid", [-1, 0, 4, 99])
+def test_padding_rows_are_left_out(device: torch.device, block: bool, valid: int) -> None:
+    x = torch.randn(9, 200)
+    codes, scales = run_quantise(device, x, INT8, block, torch.tensor(valid, dtype=torch.int32))
+    wanted, wanted_scales = rounded(x, INT8, block)
+    used = max(0, min(valid, 9))
+    assert torch.equal(codes[:used], wanted[:used])
+    assert torch.equal(scales[:used], wanted_scales[:used])
+    assert torch.isnan(scales[used:]).all(), "the scale of a padding row was written"
+
+
+# ---- the grouped product
+
+SIZES = [3, 0, 20, 16, 1]
+
+
+def product(
+    device: torch.device, dtype: torch.dtype, kind: str, *, n: int = 200, k: int = 300, given: bool = True, x_dtype: torch.dtype = F32,
+    layout: str = "", biased: bool = False, sizes: list[int] = SIZES, spare: int = 5,
+) -> tuple[dict[str, Any], Tensor]:  # fmt: skip
+    """Keywords of `group_gemm` without `out`, and the float64 used rows."""
+    g = torch.Generator().manual_seed(n + k)
+    used = sum(sizes)
+    x = torch.randn(used + spare, k, generator=g).to(x_dtype)
+    weight, w_scales = quantised_weight(torch.randn(len(sizes), n, k, generator=g) * torch.rand(len(sizes), n, 1, generator=g), dtype, kind)
+    codes, x_scales = rounded(x, dtype, kind == "block")
+    if dtype == E4M3 and not given:
+        assert rounds_e4m3(device)
+    rows = codes.double() * spread(x_scales, x.shape)
+    dense = weight.double() * spread(w_scales, weight.shape)
+    bias = torch.randn(len(sizes), n, generator=g).to(BF16) if biased else None
+    owner = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    wanted = torch.einsum("rk,rnk->rn", rows[:used], dense[owner]) + (0 if bias is None else bias[owner].double())
+    x[used:] = NAN
+    x_scales[used:] = NAN
+    w_scales[[s == 0 for s in sizes]] = NAN
+    call = {"x": moved(codes, device) if given else x.to(device), "weight": moved(laid_out(weight, layout), device)}
+    call |= {"expert_sizes": torch.tensor(sizes, dtype=torch.int32, device=device), "w_scales": w_scales.to(device)}
+    call |= {"x_scales": x_scales.to(device) if given else None, "bias": None if bias is None else bias.to(device)}
+    return call, wanted
+
+
+def multiply(call: dict[str, Any], n: int, dtype: torch.dtype = F32) -> Tensor:
+    from hal.kernels.moe_experts import group_gemm
+
+    out = torch.full((call["x"].shape[0], n + 3), NAN, dtype=dtype, device=call["x"].device)
+    poison()
+    group_gemm(call["x"], call["weight"], call["expert_sizes"], out[:, :n], **{name: call[name] for name in ("bias", "w_scales", "x_scales")})
+    assert torch.isnan(out[:, n:]).all(), "columns beyond a row were written"
+    return out[:, :n]
+
+
+@pytest.mark.parametrize("dtype", [INT8, E4M3], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", ["", "n-inner", "padded"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_group_gemm_of_given_codes(device: torch.device, dtype: torch.dtype, kind: str, layout: str, biased: bool) -> None:
+    call, wanted = product(device, dtype, kind, layout=layout, biased=biased)
+    assert error_of(multiply(call, 200)[: len(wanted)], wanted) <= (EXACT_ON_GPU if device.type == "cuda" else EXACT)[dtype]
+
+
+@pytest.mark.parametrize("dtype", [INT8, E4M3], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("x_dtype", [F32, F16, BF16], ids=str)
+@pytest.mark.usefixtures("needs_rounding")
+def test_group_gemm_quantises_inside(device: torch.device, dtype: torch.dtype, kind: str, x_dtype: torch.dtype) -> None:
+    call, wanted = product(device, dtype, kind, given=False, x_dtype=x_dtype)
+    assert error_of(multiply(call, 200, x_dtype)[: len(wanted)], wanted) <= ROUNDED[dtype]
+    if x_dtype == F32:
+        assert error_of(multiply(call, 200)[: len(wanted)], wanted) <= (EXACT_ON_GPU if device.type == "cuda" else EXACT)[dtype]
+
+
+@pytest.mark.parametrize("dtype", [INT8, E4M3], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (16, 0), (129, 127), (300, 129), (40, 1030)])
+def test_sizes_that_no_block_divides(device: torch.device, dtype: torch.dtype, kind: str, n: int, k: int) -> None:
+    call, wanted = product(device, dtype, kind, n=n, k=k, biased=True)
+    assert error_of(multiply(call, n)[: len(wanted)], wanted) <= (EXACT_ON_GPU if device.type == "cuda" else EXACT)[dtype]
+
+
+def test_int8_sums_do_not_round(device: torch.device) -> None:
+    """The largest codes all along K: the sum is odd and beyond 2^24, where fp32 steps over it."""
+    k = 1100
+    x, weight = torch.full((2, k), 127, dtype=INT8), torch.full((1, 16, k), 127, dtype=INT8)
+    x[0, 0] = 126
+    weight[0, 0, 1] = -127
+    exact = x.long() @ weight[0].long().T
+    assert int(exact.max()) > 2**24
+    call = {"x": x.to(device), "weight": weight.to(device), "expert_sizes": torch.tensor([2], dtype=torch.int32, device=device), "bias": None}
+    call |= {"w_scales": torch.ones(1, device=device), "x_scales": torch.ones(2, device=device)}
+    assert torch.equal(multiply(call, 16).cpu(), exact.float())
+
+
+def configs() -> list:
+    """Every way of the kernel: wide weights, descriptors, a fixed number of programs, half steps of a block."""
+    from hal.kernels.moe_tuning import GemmConfig
+
+    ways: list[dict[str, Any]] = [
+        {},
+        {"swap": True},
+        {"w_tma": True},
+        {"w_tma": True, "x_tma": True},
+        {"swap": True, "w_tma": True},
+        {"programs": 1},
+        {"block_k": 64},
+        {"block_n": 64},
+        {"block_n": 256},
+        {"block_n": 256, "swap": True},
+    ]
+    return [GemmConfig(**({"block_n": 128, "block_k": 128, "warps": 4, "stages": 2} | way)) for way in ways]
+
+
+@pytest.mark.parametrize("way", range(len(configs())))
+@pytest.mark.parametrize("dtype", [INT8, E4M3], ids=str)
+@pytest.mark.parametrize("kind", ["channel", "block"])
+@pytest.mark.parametrize("gate_up", ["", "concat", "interleaved"])
+@pytest.mark.parametrize(("n", "k"), [(256, 256), (328, 200)])
+def test_every_way_gives_the_same(device: torch.device, way: int, dtype: torch.dtype, kind: str, gate_up: str, n: int, k: int) -> None:
+    from hal.kernels.moe_experts import Activation, Scales, grouped_product
+    from hal.kernels.moe_index import list_tiles, most_tiles
+
+    sizes, block_m = [18, 0, 3], 16
+    call, wanted = product(device, dtype, kind, n=n, k=k, biased=True, sizes=sizes)
+    activation = None
+    if gate_up:
+        activation = Activation("silu", gate_up == "interleaved")
+        wanted = act("silu", *split_gate_up(wanted, gate_up))
+    rows = call["x"].shape[0]
+    tiles = list_tiles(call["expert_sizes"], rows, block_m)
+    out = torch.full((rows, wanted.shape[1]), NAN, dtype=F32, device=device)
+    scales = Scales(call["x_scales"], call["w_scales"])
+    grouped_product(
+        call["x"], call["weight"], out, tiles, most_tiles(rows, 3, block_m), block_m, configs()[way], bias=call["bias"], activation=activation,
+        scales=scales,
+    )  # fmt: skip
+    assert error_of(out[:21], wanted) <= (EXACT_ON_GPU if device.type == "cuda" else EXACT)[dtype]
+    assert torch.isnan(out[21:]).all()
+
+
+@pytest.mark.parametrize("gate_up", ["concat", "interleaved"])
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("inner", [128, 200])
+def test_a_tile_leaves_quantised(device: torch.device, gate_up: str, swap: bool, inner: int) -> None:
+    """Groups of 128 columns come out as if the activated rows had been quantised afterwards; rows of zeros too."""
+    from hal.kernels.moe_experts import Activation, Scales, grouped_product
+    from hal.kernels.moe_index import list_tiles, most_tiles
+    from hal.kernels.moe_quantise import empty_rows
+    from hal.kernels.moe_tuning import GemmConfig
+
+    sizes, block_m = [18, 0, 3], 16
+    call, wanted = product(device, INT8, "block", n=2 * inner, k=200, sizes=sizes)
+    call["x"][4] = 0
+    wanted[4] = 0
+    wanted = act("silu", *split_gate_up(wanted, gate_up))
+    rows = call["x"].shape[0]
+    result = empty_rows("test", rows, inner, INT8, True, device)
+    poison()
+    tiles = list_tiles(call["expert_sizes"], rows, block_m)
+    grouped_product(
+        call["x"], call["weight"], result.codes, tiles, most_tiles(rows, 3, block_m), block_m, GemmConfig(256, 128, 4, 2, swap=swap),
+        activation=Activation("silu", gate_up == "interleaved"), scales=Scales(call["x_scales"], call["w_scales"], result.scales),
+    )  # fmt: skip
+    codes, scales = rounded(wanted.float(), INT8, True)
+    got, got_scales = result.codes[:21].cpu(), result.scales[:21].cpu()
+    assert torch.allclose(got_scales, scales, rtol=1e-5, atol=0)
+    assert int((got.int() - codes.int()).abs().max()) <= 1
+    assert float((got != codes).float().mean()) < 0.01
+    assert not got[4].any()
+    assert not got_scales[4].any()
+
+
+# ---- the whole
+
+
+@dataclass
+class Quantised:
+    """Arguments of one `fused_moe` call; `options` are its keywords."""
+
+    x: Tensor
+    w_gate_up: Tensor
+    w_down: Tensor
+    weights: Tensor
+    ids: Tensor
+    out_dtype: torch.dtype
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def run(self) -> Tensor:
+        from hal.kernels.moe_fused import fused_moe
+
+        out = torch.full(self.x.shape, NAN, dtype=self.out_dtype, device=self.x.device)
+        poison()
+        fused_moe(self.x, self.w_gate_up, self.w_down, self.weights, self.ids, out, **({"activation": "silu", "gate_up": "concat"} | self.options))
+        return out
+
+    def expected(self) -> Tensor:
+        """(T, H) float64; rows of no expert are not looked at."""
+        o = self.options
+        dtype, (first, second) = self.w_gate_up.dtype, o["w_scales"]
+        block = first.dim() == 3
+        codes, scales = (self.x.cpu(), o["x_scales"].cpu()) if o.get("x_scales") is not None else rounded(self.x, dtype, block)
+        x = codes.double() * spread(scales, codes.shape)
+        w1, w2 = (w.double().cpu() * spread(s, w.shape) for w, s in ((self.w_gate_up, first), (self.w_down, second)))
+        b1, b2 = (None if o.get(name) is None else o[name].double().cpu() for name in ("b_gate_up", "b_down"))
+        weights, on_input = self.weights.double().cpu(), o.get("weight_on_input", False)
+        local = local_ids(self.ids, w2.shape[0], o)
+        out = torch.zeros(x.shape, dtype=torch.float64)
+        for t, j in (local >= 0).nonzero().tolist():
+            e = int(local[t, j])
+            h = w1[e] @ x[t] * (weights[t, j] if on_input else 1.0) + (0 if b1 is None else b1[e])
+            h = act(o.get("activation", "silu"), *split_gate_up(h, o.get("gate_up", "concat")), o.get("alpha", 1.702), o.get("limit"))
+            inner, inner_scales = rounded(h[None], dtype, block)
+            y = w2[e] @ (inner.double() * spread(inner_scales, inner.shape))[0] + (0 if b2 is None else b2[e])
+            out[t] += y * (1.0 if on_input else weights[t, j])
+        return out
+
+    def check(self) -> Tensor:
+        out = self.run()
+        truncated = out.device.type == "cpu" and out.dtype == BF16
+        assert error_of(out, self.expected()) <= max(ROUNDED[self.w_down.dtype], TRUNCATED if truncated else 0)
+        none = (local_ids(self.ids, self.w_down.shape[0], self.options) < 0).all(1)
+        assert not out.cpu()[none].any(), "a token without an expert must get a zero row"
+        return out
+
+
+def make(
+    device: torch.device, dtype: torch.dtype, kind: str, *, tokens: int, experts: int = 5, hidden: int = 160, inner: int = 136, top_k: int = 2,
+    given: bool = False, x_dtype: torch.dtype = F16, ids: list[list[int]] | None = None, spoken: int | None = None, biased: bool = False,
+    layout: str = "", **options: Any,
+) -> Quantised:  # fmt: skip
+    """Random quantised experts; those that no token chose have scales NaN."""
+    g = torch.Generator().manual_seed(tokens + hidden)
+    x = torch.randn(tokens, hidden, generator=g).to(x_dtype)
+    drawn = torch.randint(0, spoken or experts, (tokens, top_k), generator=g, dtype=torch.int32)
+    drawn = drawn if ids is None else torch.tensor(ids, dtype=torch.int32).view(tokens, -1)
+    chosen = set(local_ids(drawn, experts, options).flatten().tolist())
+    parts = []
+    for n, k in ((2 * inner, hidden), (hidden, inner)):
+        codes, scales = quantised_weight(torch.randn(experts, n, k, generator=g) / math.sqrt(k), dtype, kind)
+        scales[[e not in chosen for e in range(experts)]] = NAN
+        parts.append((moved(laid_out(codes, layout), device), scales.to(device)))
+    if biased:
+        options["b_gate_up"] = torch.randn(experts, 2 * inner, generator=g).to(device)
+        options["b_down"] = torch.randn(experts, hidden, generator=g).to(BF16).to(device)
+    options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
+    if given:
+        x, options["x_scales"] = (moved(part, device) for part in rounded(x, dtype, kind == "block"))
+    options["w_scales"] = (parts[0][1], parts[1][1])
+    weights = torch.rand(drawn.shape, generator=g).to(device)
+    return Quantised(x.to(device), parts[0][0], parts[1][0], weights, drawn.to(device), BF16 if given else x_dtype, options)
+
+
+#: (tokens, experts): the path for few tokens, and the sorted one.
+PATHS = {"few": {"tokens": 1, "experts": 5}, "sorted": {"tokens": 7, "experts": 5}}
+
+
+@pytest.fixture(params=PATHS.values(), ids=PATHS.keys())
+def path(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def few_programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the interpreter a program costs 10 ms: tall tiles for few tokens."""
+    if device.type == "cpu":
+        from hal.kernels import moe_quantised_tuning as tuning
+        from hal.kernels.moe_tuning import SlotConfig, SlotPath
+
+        config = SlotConfig(32, 512, 4)
+        monkeypatch.setattr(tuning, "QUANTISED_SLOT_CONFIGS", SlotPath(config, config))
+
+
+@pytest.fixture
+def dtype() -> torch.dtype:
+    return INT8
+
+
+def test_the_paths_are_what_the_tests_take_them_for() -> None:
+    from hal.kernels.moe_quantised_tuning import quantised_slot_path
+
+    assert quantised_slot_path(1, 2, 5, True) is not None
+    assert quantised_slot_path(7, 2, 5, True) is None
+
+
+@pytest.mark.parametrize("dtype", [INT8, E4M3], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("given", [False, True], ids=["inside", "given"])
+@pytest.mark.parametrize("x_dtype", [F32, F16, BF16], ids=str)
+@pytest.mark.usefixtures("needs_rounding")
+def test_kinds_of_scales(device: torch.device, path: dict[str, Any], dtype: torch.dtype, kind: str, given: bool, x_dtype: torch.dtype) -> None:
+    make(device, dtype, kind, given=given, x_dtype=x_dtype, **path).check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("hidden", "inner"), [(1, 1), (8, 24), (256, 128), (128, 256), (392, 130), (130, 392)])
+def test_sizes(device: torch.device, path: dict[str, Any], dtype: torch.dtype, kind: str, hidden: int, inner: int) -> None:
+    make(device, dtype, kind, hidden=hidden, inner=inner, biased=True, **path).check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", ["n-inner", "padded"])
+@pytest.mark.parametrize("gate_up", ["concat", "interleaved"])
+def test_layouts(device: torch.device, path: dict[str, Any], dtype: torch.dtype, kind: str, layout: str, gate_up: str) -> None:
+    make(device, dtype, kind, layout=layout, gate_up=gate_up, **path).check()
+
+
+@pytest.mark.parametrize("kind", ["channel", "block"])
+@pytest.mark.parametrize("gate_up", ["concat", "interleaved"])
+@pytest.mark.parametrize(
+    "options",
+    [{"activation": "silu", "limit": 0.5}, {"activation": "gelu"}, {"activation": "gelu_tanh"}, {"activation": "swiglu_oai", "limit": 0.75}],
+    ids=lambda o: "-".join(map(str, o.values())),
+)
+def test_activations(device: torch.device, path: dict[str, Any], dtype: torch.dtype, kind: str, gate_up: str, options: dict[str, Any]) -> None:
+    make(device, dtype, kind, gate_up=gate_up, biased=True, **options, **path).check()
+
+
+@pytest.mark.parametrize("kind", ["channel", "block"])
+@pytest.mark.parametrize("width", ["whole", "stepwise"])
+def test_steps_of_the_kernels_for_few_tokens(
+    device: torch.device, dtype: torch.dtype, kind: str, width: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hal.kernels import moe_quantised_tuning as tuning
+    from hal.kernels.moe_tuning import SlotConfig, SlotPath
+
+    config = SlotConfig(32, 1024 if width == "whole" else 128, 4)
+    monkeypatch.setattr(tuning, "QUANTISED_SLOT_CONFIGS", SlotPath(config, config))
+    make(device, dtype, kind, tokens=2, experts=40, top_k=3, hidden=392, inner=330, biased=True).check()
+
+
+@pytest.mark.parametrize("block_n", [64, 128, 256])
+@pytest.mark.parametrize("gate_up", ["concat", "interleaved"])
+def test_quantised_by_the_product_or_after_it(
+    device: torch.device, dtype: torch.dtype, block_n: int, gate_up: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hal.kernels import moe_quantised
+    from hal.kernels.moe_tuning import GemmConfig, MoeConfig
+
+    config = MoeConfig(16, GemmConfig(block_n, 128, 4, 2), GemmConfig(64, 128, 4, 2))
+    monkeypatch.setattr(moe_quantised, "quantised_config", lambda *_: config)
+    make(device, dtype, "block", tokens=9, experts=3, inner=200, gate_up=gate_up, biased=True).check()
+
+
+@pytest.mark.parametrize("kind", ["channel", "block"])
+def test_weights_on_the_input(device: torch.device, path: dict[str, Any], dtype: torch.dtype, kind: str) -> None:
+    make(device, dtype, kind, weight_on_input=True, biased=True, **path).check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("given", [False, True], ids=["inside", "given"])
+def test_experts_elsewhere(device: torch.device, path: dict[str, Any], dtype: torch.dtype, kind: str, given: bool) -> None:
+    path = {"tokens": path["tokens"], "experts": 3, "given": given, "top_k": 4}
+    make(device, dtype, kind, spoken=9, expert_range=(2, 5), num_experts=9, **path).check()
+    where = torch.tensor([-1, 2, -1, 0, 1, 3, -7, 10**6], dtype=torch.int32)
+    make(device, dtype, kind, spoken=10, expert_map=where, **path).check()
+
+
+@pytest.mark.parametrize("kind", ["channel", "block"])
+@pytest.mark.parametrize("valid", [0, 1, 3, 9])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_padding_tokens_change_nothing_and_are_zero(device: torch.device, dtype: torch.dtype, kind: str, tokens: int, valid: int) -> None:
+    problem = make(device, dtype, kind, tokens=tokens, experts=30, num_valid_tokens=torch.tensor(valid, dtype=torch.int32))
+    clean = problem.check()
+    problem.x[valid:] = NAN
+    problem.weights[valid:] = NAN
+    problem.ids[valid:] = 2**30
+    assert torch.equal(problem.run(), clean)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", [1, 2, 5])
+def test_rows_of_zeros(device: torch.device, dtype: torch.dtype, kind: str, tokens: int) -> None:
+    problem = make(device, dtype, kind, tokens=tokens, experts=40)
+    problem.x[0] = 0
+    assert not problem.check()[0].any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", [2, 9])
+def test_bad_rows_leave_their_neighbours_alone(device: torch.device, dtype: torch.dtype, kind: str, tokens: int) -> None:
+    problem = make(device, dtype, kind, tokens=tokens, experts=40)
+    clean = problem.run()
+    problem.x[1, 3] = NAN
+    out = problem.run()
+    assert torch.isnan(out[1]).all()
+    rest = [t for t in range(tokens) if t != 1]
+    assert torch.equal(out[rest], clean[rest])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_every_scale_has_an_effect(device: torch.device, dtype: torch.dtype, kind: str, tokens: int) -> None:
+    problem = make(device, dtype, kind, tokens=tokens, given=True, experts=40)
+    clean = problem.run()
+    first, second = problem.options["w_scales"]
+    for change in ({"w_scales": (first * 1.5, second)}, {"w_scales": (first, second * 1.5)}, {"x_scales": problem.options["x_scales"] * 1.5}):
+        changed = Quantised(**(vars(problem) | {"options": problem.options | change}))
+        assert not torch.equal(changed.check(), clean)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 5, 17, 33])
+@pytest.mark.parametrize("experts", [1, 3, 40])
+def test_token_counts_around_the_thresholds(device: torch.device, dtype: torch.dtype, tokens: int, experts: int) -> None:
+    problem = make(device, dtype, "block", tokens=tokens, experts=experts, top_k=3)
+    assert torch.equal(problem.check(), problem.run())
+
+
+def test_bad_ids_and_duplicates(device: torch.device, dtype: torch.dtype) -> None:
+    make(device, dtype, "block", tokens=5, ids=[[0, 3], [-1, 5], [-(2**31), 2**31 - 1], [2, 2], [4, -1]]).check()
+    make(device, dtype, "channel", tokens=1, ids=[[3, 3]]).check()
+
+
+@pytest.mark.parametrize(("hidden", "inner"), [(256, 128), (128, 256)])
+@pytest.mark.parametrize("kind", ["channel", "block"])
+def test_scratch_is_what_the_products_need(device: torch.device, dtype: torch.dtype, kind: str, hidden: int, inner: int) -> None:
+    """Codes of the intermediate and 16-bit rows of the larger of the two sizes, and the codes of x."""
+    from hal.kernels import scratch
+
+    tokens, top_k = 64, 4
+    problem = make(device, dtype, kind, tokens=tokens, top_k=top_k, experts=16, hidden=hidden, inner=inner, x_dtype=BF16)
+    before = dict(scratch._CURRENT)
+    scratch._CURRENT.clear()
+    try:
+        problem.run()
+        used = sum(b.nbytes for b in scratch.buffers())
+    finally:
+        scratch._CURRENT.clear()
+        scratch._CURRENT.update(before)
+    assert used <= 1.25 * 2 * tokens * top_k * (inner + hidden)
