@@ -80,6 +80,7 @@ def backend() -> BackendSpec:
             vendors=("nvidia", "amd", "iluvatar", "cpu") if interpreted else ("nvidia", "amd", "iluvatar"),
             packages=(_TRITON,),
         ),
+        tuning="hal.backends.triton_tuning:apply",
         kv_cache=KVCachePreference(layout="NHD", page_size=16),
         description="Triton kernels: NVIDIA and AMD GPUs" + (", interpreted on the CPU" if interpreted else ""),
     )

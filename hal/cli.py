@@ -25,6 +25,8 @@ config_app = typer.Typer(help="Check, list and show YAML device configs.", **_SE
 app.add_typer(config_app, name="config")
 bench_app = typer.Typer(help="Measure ops on this machine, beside other implementations.", **_SETTINGS)
 app.add_typer(bench_app, name="bench")
+tune_app = typer.Typer(help="Measure choices of speed on this machine, for the key `tuning` of a device config.", **_SETTINGS)
+app.add_typer(tune_app, name="tune")
 
 #: pytest's exit status -> ours; any other is 1.
 _EXIT = {0: 0, 4: 2}
@@ -271,6 +273,37 @@ def bench_plot(
     from hal.bench.plot import draw_file
 
     draw_file(run_json, picture)
+
+
+@tune_app.command("moe")
+def tune_moe(
+    experts: Annotated[int, typer.Option("--experts", "-E", min=1, help="Experts that one device holds.")],
+    hidden: Annotated[int, typer.Option("--hidden", "-H", min=1, help="Hidden size.")],
+    inner: Annotated[int, typer.Option("--inner", "-I", min=1, help="Intermediate size that one device holds.")],
+    top_k: Annotated[int, typer.Option("--top-k", "-k", min=1, help="Experts for each token.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE.yaml", help="File to write; entries of other shapes in it are kept.")],
+    tokens: Annotated[str, typer.Option("--tokens", "-t", metavar="N,N,...", help="Numbers of tokens.")] = "1,4,16,64,256,1024,4096",
+    dtype: Annotated[str, typer.Option("--dtype", help="bfloat16, float16 or float32.")] = "bfloat16",
+    transposed: Annotated[bool, typer.Option("--transposed", help="Weights are stored (E, K, N), as gpt-oss has them.")] = False,
+    device: Annotated[str, typer.Option("--device", "-d", help="Such as cuda:0.")] = "cuda:0",
+    limit_seconds: Annotated[float | None, typer.Option("--limit-seconds", metavar="N", min=0, help="Start no candidate after that.")] = None,
+) -> None:
+    """Measure tiles, warps and stages of fused_moe for given experts, and write the best of each number of tokens to a file.
+
+    A device config takes it up with `tuning: FILE.yaml`. It changes speed only.
+    """
+    counts = tuple(int(part) for part in tokens.split(",") if part.strip().isdigit())
+    if not counts or len(counts) != len(tokens.split(",")) or min(counts) < 1:
+        raise typer.BadParameter(f"{tokens!r} is no list of numbers such as 1,16,256", param_hint="--tokens")
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise typer.BadParameter(f"{dtype!r} is none of bfloat16, float16, float32", param_hint="--dtype")
+    if top_k > experts:
+        raise typer.BadParameter(f"{top_k} choices of {experts} experts", param_hint="--top-k")
+    _need("triton", "triton")
+    from hal.tune_moe import TuneOptions
+    from hal.tune_moe import tune_moe as measure
+
+    measure(TuneOptions(experts, hidden, inner, top_k, counts, dtype, not transposed, device, output, limit_seconds))
 
 
 def _device(text: str) -> str:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
+from hal.tuning import Tuning
+
 __all__ = ["Choice", "Config", "Disabled", "Fallback", "Source", "Validate"]
 
 Fallback = Literal["warn", "error", "allow"]
@@ -72,6 +74,7 @@ class Config:
             graph capture.
         versions: package -> version window that replaces the backend's own.
         disabled: backends left out.
+        tuning: measured choices of speed, or None.
     """
 
     name: str
@@ -82,6 +85,7 @@ class Config:
     validate: Validate = "first"
     versions: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     disabled: tuple[Disabled, ...] = ()
+    tuning: Tuning | None = None
 
     def choice(self, op: str) -> Choice:
         """Return the choice for one op."""

@@ -20,6 +20,8 @@ from hal.config_schema import ConfigModel, Known, MatchModel, UseModel, model_at
 from hal.errors import ConfigError, nearest
 from hal.ops import OPS
 from hal.registry import Registry
+from hal.tuning import Tuning
+from hal.tuning_file import read_tuning
 from hal.yaml_marks import Document, NotText, Path, parse, raise_problems
 
 __all__ = ["Parsed", "load", "read", "shipped", "shipped_path", "vocabulary"]
@@ -73,7 +75,12 @@ def read(path: str | os.PathLike[str], known: Known, source_kind: SourceKind = "
     if model is None:
         raise_problems(document.problems, shown)
     source = Source(source_kind, where if source_kind == "environment" else shown)
-    return Parsed(_config(model, document, shown, source), model.description, model.match)
+    tuning = (
+        None
+        if model.tuning is None
+        else _tuning(FilePath(file).parent / FilePath(model.tuning).expanduser(), f"{shown}:{document.line(('tuning',))}")
+    )
+    return Parsed(_config(model, document, shown, source, tuning), model.description, model.match)
 
 
 def vocabulary(registry: Registry) -> Known:
@@ -225,7 +232,14 @@ def _dotted(path: Path) -> str:
     return text.removeprefix(".")
 
 
-def _config(model: ConfigModel, document: Document, shown: str, source: Source) -> Config:
+def _tuning(path: FilePath, named_by: str) -> Tuning:
+    try:
+        return read_tuning(path)
+    except ConfigError as error:
+        raise ConfigError(f"`tuning`: {error}", named_by) from error
+
+
+def _config(model: ConfigModel, document: Document, shown: str, source: Source, tuning: Tuning | None) -> Config:
     def placed(*path: str | int) -> Source:
         return Source("file", f"{shown}:{document.line(path)}")
 
@@ -246,4 +260,5 @@ def _config(model: ConfigModel, document: Document, shown: str, source: Source) 
         validate=model.validate_,
         versions=MappingProxyType(dict(model.versions)),
         disabled=tuple(Disabled(entry.backend, entry.op, placed("disable", i), entry.reason) for i, entry in enumerate(model.disable)),
+        tuning=tuning,
     )

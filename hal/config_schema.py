@@ -160,6 +160,7 @@ class ConfigModel(_Model):
     versions: dict[PackageName, Annotated[str, AfterValidator(_window)]] = Field(
         default={}, description="Package -> version window that replaces the backend's own: an opt-in to untested versions."
     )
+    tuning: Text | None = Field(default=None, description="File of `hal tune`, relative to this one: measured choices of speed.")
     fallback: Fallback = Field(default="warn", description="What happens when the reference stands in for another backend of a chain.")
     validate_: Annotated[Validate, BeforeValidator(_off_as_text)] = Field(
         default="first",

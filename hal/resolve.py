@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import threading
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from hal.ops import Op
 from hal.reasons import Reason, ReasonCode
 from hal.registry import REFERENCE, Registry
 from hal.report import Candidate, Report
+from hal.spec import BackendSpec
 
 __all__ = ["Decision", "Resolver"]
 
@@ -46,6 +48,7 @@ class Resolver:
         self._answers: dict[tuple[str, str, DeviceInfo], Static] = {}
         self._said: set[tuple[Any, ...]] = set()
         self._decided: dict[Report, Report] = {}
+        self._tuned: set[str] = set()
 
     def decide(self, op: Op, device: DeviceInfo, call: Any) -> Decision:
         """Choose for one call, or raise ResolutionError with the whole trail. Fallbacks are announced once."""
@@ -120,7 +123,22 @@ class Resolver:
         for plugin in self.registry.broken:
             if plugin.name == name and name not in self.registry.backends:
                 return Static(name, (Reason(ReasonCode.LOAD_ERROR, str(plugin), "Repair or uninstall that distribution."),))
-        return judge(self.registry.backends[name].spec, op, device, self.config.versions)
+        spec = self.registry.backends[name].spec
+        answer = judge(spec, op, device, self.config.versions)
+        if answer.function is not None and not answer.reasons:
+            self._tune(spec)
+        return answer
+
+    def _tune(self, spec: BackendSpec) -> None:
+        """Hand the config's measured choices to a backend that can serve, once."""
+        if self.config.tuning is None or not spec.tuning or spec.name in self._tuned:
+            return
+        self._tuned.add(spec.name)
+        module, _, function = spec.tuning.partition(":")
+        try:
+            getattr(importlib.import_module(module), function)(self.config.tuning)
+        except Exception as error:
+            raise PluginError(f"backend {spec.name!r} refused the tuning of {self.config.source}: {type(error).__name__}: {error}") from error
 
     def _cause(self, report: Report) -> BaseException | None:
         return next((p.error for p in self.registry.broken if p.name in report.choice.backends), None)

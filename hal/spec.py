@@ -119,6 +119,8 @@ class BackendSpec:
         requires: what every op of this backend needs.
         kv_cache: the cache that it serves natively.
         description: one line for `hal doctor`.
+        tuning: `"package.module:function"`, called with the `hal.tuning.Tuning` of a config that has one before the backend's
+            first call under it; empty for a backend that takes none.
     """
 
     name: str
@@ -127,6 +129,7 @@ class BackendSpec:
     requires: Requires = field(default_factory=Requires)
     kv_cache: KVCachePreference = field(default_factory=KVCachePreference)
     description: str = ""
+    tuning: str = ""
 
 
 class HookSpec:

@@ -111,7 +111,7 @@ def test_byte_order_mark_crlf_comments_and_anchors_are_fine(read: Read) -> None:
     ("addition", "message"),
     [
         ("fallbak: warn", "c.yaml:3:1: unknown key 'fallbak'; "
-         "accepted: backends, description, disable, fallback, match, name, ops, validate, versions; "
+         "accepted: backends, description, disable, fallback, match, name, ops, tuning, validate, versions; "
          "did you mean 'fallback'?"),
         ("ops: {flash_decod: triton}", "c.yaml:3:7: unknown op 'flash_decod'; "
          "accepted: flash_decode, flash_prefill, merge_states, plan_decode, write_kv; "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -78,3 +79,17 @@ def test_tiles_are_cut_where_they_would_be_empty() -> None:
     assert moe_tuning.fitted(wide, 1408, 4096).block_n == 128  # 6 tiles of 256 hold 1536
     assert moe_tuning.fitted(wide, 4096, 128) == replace(wide, block_k=64, stages=4)
     assert moe_tuning.fitted(wide, 40, 8).block_n == 64
+
+
+def test_every_candidate_runs_and_gives_the_same(device: torch.device, tmp_path: Path) -> None:
+    """The measuring command on the real kernels, with a timer that only runs them."""
+    from hal.tune_moe import TuneOptions, tune_moe
+
+    if device.type != "cpu":
+        pytest.skip("measures on a GPU without a stand-in")
+    lines: list[str] = []
+    spent = iter(range(10**6, 0, -1))
+    options = TuneOptions(4, 16, 8, 2, (1, 6), "float32", True, "cpu", tmp_path / "t.yaml")
+    found = tune_moe(options, timer=lambda calls: (float(next(spent)), calls[0]().clone()), say=lines.append)
+    assert [entry.tokens for entry in found.fused_moe] == [1, 6]
+    assert not [line for line in lines if "failed" in line or "left out" in line]
