@@ -97,9 +97,7 @@ def _few(
     quantised_slot_down(rows.codes, experts.w_down, scales, out, routing, path.down, bias=experts.b_down, weights=after)
 
 
-def _sorted(
-    x: Rows, experts: Experts, routing: Routing, out: Tensor, config: MoeConfig, before: Tensor | None, after: Tensor | None
-) -> None:
+def _sorted(x: Rows, experts: Experts, routing: Routing, out: Tensor, config: MoeConfig, before: Tensor | None, after: Tensor | None) -> None:
     """Sorted by expert."""
     device, slots, top_k = out.device, routing.slots, routing.ids.shape[1]
     count, hidden, inner = experts.w_down.shape

@@ -66,7 +66,11 @@ def raw(tensor: Tensor) -> Tensor:
 def laid_out(weight: Tensor, layout: str) -> Tensor:
     """(E, N, K) with N contiguous, or with rows further apart."""
     if "n-inner" in layout:
-        return n_inner(raw(weight)).view(weight.dtype) if weight.dtype == INT8 else raw(weight).transpose(1, 2).contiguous().view(weight.dtype).transpose(1, 2)
+        return (
+            n_inner(raw(weight)).view(weight.dtype)
+            if weight.dtype == INT8
+            else raw(weight).transpose(1, 2).contiguous().view(weight.dtype).transpose(1, 2)
+        )
     if "padded" in layout:
         room = torch.full((*weight.shape[:2], weight.shape[2] + 16), 0x7F, dtype=torch.uint8)
         room[..., : weight.shape[2]] = raw(weight)
