@@ -43,8 +43,6 @@ def _gate(call: Any, device: DeviceInfo) -> Iterator[Reason]:
 def _expert_gate(call: Any, device: DeviceInfo) -> Iterator[Reason]:
     """Refuse what the expert kernels do not cover."""
     yield from _gate(call, device)
-    if getattr(call, "w_scales", None) is not None:
-        yield Reason(ReasonCode.FEATURE, f"the expert kernels take no quantised weights ({call.weight_dtype})", "Pass fp32, fp16 or bf16 weights.")
     held = getattr(call, "num_local_experts", call.num_experts)
     if held > _MOST_EXPERTS:
         yield Reason(ReasonCode.SHAPE, f"{held} experts; the kernels take up to {_MOST_EXPERTS}", "Spread the experts over more ranks.")

@@ -116,10 +116,10 @@ def group_gemm(
     x_scales: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `hal.ops.moe_gemm.GroupGemm`; scales are refused by the gate."""
+    """See `hal.ops.moe_gemm.GroupGemm`."""
     if out is None:
         out = x.new_empty((x.shape[0], weight.shape[1]), dtype=result_dtype(x, None))
-    _experts.group_gemm(x, weight, expert_sizes, out, bias=bias)
+    _experts.group_gemm(x, weight, expert_sizes, out, bias=bias, w_scales=w_scales, x_scales=x_scales)
     return out
 
 
@@ -169,7 +169,7 @@ def fused_moe(
     num_valid_tokens: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `hal.ops.moe_fused.FusedMoe`; scales are refused by the gate."""
+    """See `hal.ops.moe_fused.FusedMoe`."""
     if out is None:
         out = x.new_empty(x.shape, dtype=result_dtype(x, None))
     if limit is None and activation == "swiglu_oai":
@@ -185,6 +185,8 @@ def fused_moe(
         gate_up=gate_up,
         b_gate_up=b_gate_up,
         b_down=b_down,
+        w_scales=w_scales,
+        x_scales=x_scales,
         alpha=_OAI_ALPHA if alpha is None else alpha,
         limit=limit,
         num_experts=num_experts,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hal.kernels.compile_case import TYPE_NAMES, CompileCase, pointer
+from hal.kernels.compile_case import TYPE_NAMES, CompileCase, pointer, refusals
 from hal.kernels.moe_activation import ACTIVATIONS, activation_kernel
 from hal.kernels.moe_combine import combine_kernel, expand_kernel
 from hal.kernels.moe_configs import GemmConfig, MoeConfig, SlotConfig, SlotPath
@@ -14,7 +14,10 @@ from hal.kernels.moe_gemm import moe_gemm_kernel
 from hal.kernels.moe_index import FEW_SLOTS, TINY_SLOTS
 from hal.kernels.moe_index_kernels import block_kernel, few_kernel, place_kernel, prefix_kernel, tiny_kernel
 from hal.kernels.moe_measured import HOPPER
+from hal.kernels.moe_quantise import GROUP, QMAX, quantise_kernel
+from hal.kernels.moe_quantised_tuning import QUANTISED_CONFIGS, QUANTISED_SLOT_CONFIGS, sums
 from hal.kernels.moe_slots import slot_down_kernel, slot_gate_up_kernel
+from hal.kernels.moe_slots_quantised import quantised_slot_down_kernel, quantised_slot_gate_up_kernel
 from hal.kernels.moe_tiles import bins, tiles_kernel
 from hal.kernels.moe_tuning import EXPERT_CONFIGS, SLOT_CONFIGS, fitted
 
@@ -70,13 +73,31 @@ def _index(experts: int, everything: bool) -> list[CompileCase]:
     ]
 
 
+#: Arguments of the grouped product that only quantised weights have.
+_SCALE_NAMES = (
+    "x_scales_ptr", "w_scales_ptr", "y_scales_ptr", "stride_xsm", "stride_xsk", "stride_wse", "stride_wsn", "stride_wsk", "stride_ysm",
+)  # fmt: skip
+
+
+def _scale_types(scales: str, out_dtype: torch.dtype) -> dict[str, str]:
+    """Types of the scales of a product."""
+    if not scales:
+        return {}
+    types = {"x_scales_ptr": "*fp32:16", "w_scales_ptr": "*fp32:16", "stride_xsm": "i32", "stride_wse": "i32", "stride_wsn": "i32"}
+    if scales == "block":
+        types |= {"stride_xsk": "i32", "stride_wsk": "i32"}
+    if out_dtype in QMAX:
+        types |= {"y_scales_ptr": "*fp32:16", "stride_ysm": "i32"}
+    return types
+
+
 def _gemm(
     kind: str, dtype: torch.dtype, block_m: int, config: GemmConfig, *, activation: str, k_inner: bool = True, even: bool = True,
-    interleaved: bool = False, everything: bool = False,
+    interleaved: bool = False, everything: bool = False, scales: str = "", out_dtype: torch.dtype | None = None,
 ) -> list[CompileCase]:  # fmt: skip
-    """The grouped product: with an activation rows are gathered, without they are sorted."""
-    paired, name = activation != "" and not interleaved, TYPE_NAMES[dtype]
-    types = {"y_ptr": pointer(dtype), "tiles_ptr": "*i32:16", "columns": "i32:16", "depth": "i32:16", "top_k": "i32"}
+    """The grouped product of `dtype`: with an activation rows are gathered, without they are sorted; `scales` as the kernel knows them."""
+    paired, name, out_dtype = activation != "" and not interleaved, TYPE_NAMES[dtype], out_dtype or dtype
+    types = {"y_ptr": pointer(out_dtype), "tiles_ptr": "*i32:16", "columns": "i32:16", "depth": "i32:16", "top_k": "i32"}
     types |= dict.fromkeys(("stride_xm", "stride_we", "stride_ym", "stride_wn" if k_inner else "stride_wk"), "i32:16")
     types |= {"alpha": "fp32", "x_ptr": pointer(dtype), "w_ptr": pointer(dtype), "early": "i32"}
     constants: dict[str, Any] = {"stride_wk" if k_inner else "stride_wn": 1, "stride_be": 0, "stride_ft": 0}
@@ -90,6 +111,8 @@ def _gemm(
         types["src_ptr"] = "*i32:16"
     else:
         constants["src_ptr"] = None
+    types |= _scale_types(scales, out_dtype)
+    constants |= {name: None if name.endswith("ptr") else 0 for name in _SCALE_NAMES if name not in types}
     ahead = 0 if activation or not k_inner else config.ahead
     n_block = f"2, {config.block_n // 2}" if paired else f"{config.block_n}"
     if config.w_tma:
@@ -99,16 +122,17 @@ def _gemm(
     constants |= {
         "ACTIVATION": activation, "INTERLEAVED": interleaved, "BLOCK_M": block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
         "GROUP_M": config.group_m, "SWAP": config.swap, "K_INNER": k_inner, "EVEN_N": even, "EVEN_K": even,
-        "PERSISTENT": config.programs > 0, "UPCAST": False, "SCALES": "", "HALVES": False, "QMAX": 0.0,
+        "PERSISTENT": config.programs > 0, "UPCAST": False,
+        "SCALES": scales, "HALVES": scales == "block" and even, "QMAX": QMAX.get(out_dtype, 0.0),
     } | {name: None for name in ("x_tma", "w_tma") if name not in types}  # fmt: skip
     marks = ["swap"] * config.swap + ["tma"] * config.w_tma + [f"p{config.programs}"] * bool(config.programs) + [f"a{ahead}"] * bool(ahead)
     marks += [activation] * bool(activation) + ["interleaved"] * interleaved + ["n-inner"] * (not k_inner)
-    marks += ["odd"] * (not even) + ["all"] * everything
+    marks += ["odd"] * (not even) + ["all"] * everything + [scales] * bool(scales) + ["quantised"] * (out_dtype in QMAX)
     tag = "-".join([f"M{block_m}", f"N{config.block_n}", f"K{config.block_k}", f"w{config.warps}", f"s{config.stages}", *marks])
     return [
         CompileCase(
             f"moe_gemm/{kind}/{_name(dtype)}/{tag}", moe_gemm_kernel, types, constants | {"AHEAD": ahead if pdl else 0, "PDL": pdl},
-            config.warps, config.stages,
+            config.warps, config.stages, refused=refusals(dtype)[0],
             no_spills=kind == "hopper" and even and not everything, targets=targets,
         )
         for pdl, targets in _TARGETS[kind]
@@ -134,6 +158,84 @@ def _gemms() -> list[CompileCase]:
         for activation in ACTIVATIONS[1:]:
             cases += _gemm(kind, dtype, first.block_m, first.up, activation=activation)
         cases += _gemm(kind, dtype, first.block_m, first.up, activation="silu", even=False, everything=True)
+    return cases
+
+
+def _quantised_gemms() -> list[CompileCase]:
+    """Every config of the quantised table; blocks so wide that they leave quantised do; layouts and odd sizes on the down projection."""
+    cases, half = [], torch.bfloat16
+    for (kind, how), rows in QUANTISED_CONFIGS.items():
+        scales = "block" if how == "blocks" else "row"
+        for dtype in (dtype for dtype in QMAX if sums(dtype, scales == "block") == how):
+            for _, config in rows:
+                fused = scales == "block" and config.up.block_n == 2 * GROUP
+                cases += _gemm(kind, dtype, config.block_m, config.up, activation="silu", scales=scales, out_dtype=dtype if fused else half)
+                cases += _gemm(kind, dtype, config.block_m, config.down, activation="", scales=scales, out_dtype=half)
+                cases += _gemm(kind, dtype, config.block_m, config.down, activation="", k_inner=False, even=False, scales=scales, out_dtype=half)
+            cases += _gemm(
+                kind, dtype, config.block_m, config.up, activation="swiglu_oai", interleaved=True, even=False, everything=True, scales=scales,
+                out_dtype=torch.float32,
+            )  # fmt: skip
+    return list({case.name + str(case.targets): case for case in cases}.values())
+
+
+def _quantise() -> list[CompileCase]:
+    """The rounding of rows: of those of a whole width, and of groups."""
+    cases = []
+    for codes in QMAX:
+        for source in _FLOATS:
+            for tag, height, block, warps in (("rows", 1, 2048, 4), ("groups", 16, GROUP, 4)):
+                types = {"x_ptr": pointer(source), "codes_ptr": pointer(codes), "scales_ptr": "*fp32:16", "valid_ptr": "*i32:16"}
+                types |= dict.fromkeys(("rows", "groups", "stride_sm"), "i32")
+                types |= dict.fromkeys(("columns", "stride_xm", "stride_cm"), "i32:16")
+                constants = {"QMAX": QMAX[codes], "GROUPED": tag == "groups", "ROWS": height, "BLOCK": block}
+                name = f"moe_quantise/{tag}/{_name(source)}/{_name(codes)}"
+                cases += [
+                    CompileCase(
+                        name, quantise_kernel, types, constants | {"PDL": pdl}, warps, 1, refused=refusals(codes)[0], targets=targets,
+                        no_spills=True,
+                    )
+                    for pdl, targets in _EVERYWHERE
+                ]  # fmt: skip
+    return cases
+
+
+def _quantised_slots(dtype: torch.dtype, blocks: bool, everything: bool) -> list[CompileCase]:
+    """The two kernels for few tokens on quantised experts."""
+    routing, absent = _routing(everything)
+    up, down = QUANTISED_SLOT_CONFIGS.up, QUANTISED_SLOT_CONFIGS.down
+    codes, scale_strides = pointer(dtype), dict.fromkeys(("stride_xst", "stride_wse", "stride_wsn"), "i32")
+    common = (
+        routing | scale_strides | {"x_scales_ptr": "*fp32:16", "w_scales_ptr": "*fp32:16", "w_ptr": codes, "columns": "i32:16", "depth": "i32:16"}
+    )
+    common |= dict.fromkeys(("stride_we", "stride_wn", "stride_im"), "i32:16")
+    optional = {"bias_ptr": "*bf16:16", "stride_be": "i32:16", "stride_ft": "i32"}
+    up_types = common | {"x_ptr": codes, "inter_ptr": "*fp32:16", "alpha": "fp32", "stride_xt": "i32:16"}
+    down_types = common | {"inter_ptr": codes, "out_ptr": "*bf16:16", "weights_ptr": "*fp32:16", "stride_ft": "i32", "stride_ot": "i32:16"}
+    constants: dict[str, Any] = dict(absent)
+    if blocks:
+        up_types |= {"stride_xsk": "i32", "stride_wsk": "i32"}
+        down_types |= {"stride_xsk": "i32", "stride_wsk": "i32"}
+    else:
+        constants |= {"stride_xsk": 0, "stride_wsk": 0}
+    up_absent: dict[str, Any] = {} if everything else {"bias_ptr": None, "stride_be": 0, "stride_ft": 0, "factors_ptr": None, "limit": None}
+    down_absent: dict[str, Any] = {} if everything else {"bias_ptr": None, "stride_be": 0}
+    if everything:
+        up_types |= optional | {"factors_ptr": "*fp32:16", "limit": "fp32"}
+        down_types |= optional
+    cases = []
+    for pdl, targets in _EVERYWHERE:
+        tag = f"{_name(dtype)}-{'block' if blocks else 'row'}{'-all' if everything else ''}"
+        for name, kernel, types, config, extra in (
+            ("up", quantised_slot_gate_up_kernel, up_types, up, up_absent | {"ACTIVATION": "silu", "INTERLEAVED": everything}),
+            ("down", quantised_slot_down_kernel, down_types, down, down_absent | {"TOP_K": 4 if everything else 8, "WHOLE": not everything}),
+        ):
+            shape = (config.block_k // GROUP, GROUP, GROUP) if blocks else (1, config.block_k, 1)
+            tile = dict(zip(("GROUPS", "K_GROUP", "N_GROUP"), shape, strict=True)) | {"ROWS": config.rows, "STAGES": config.stages}
+            bound = constants | extra | tile | {"PREFETCH": config.prefetch and pdl, "PDL": pdl}
+            cases.append(
+                CompileCase(f"moe_slots/quantised-{name}/{tag}", kernel, types, bound, config.warps, 1, refused=refusals(dtype)[0], targets=targets)
+            )
     return cases
 
 
@@ -209,6 +311,10 @@ def _expand(bits: str) -> list[CompileCase]:
 def compile_cases() -> list[CompileCase]:
     """All kernels of the experts, in the variants that their launchers ask for."""
     cases = [case for experts in (128, 1024) for everything in (False, True) for case in _index(experts, everything)] + _gemms()
+    cases += _quantised_gemms() + _quantise()
+    cases += [
+        case for dtype in QMAX for blocks in (False, True) for everything in (False, True) for case in _quantised_slots(dtype, blocks, everything)
+    ]
     paths = [(key, path) for key, table in SLOT_CONFIGS.items() for _, path in table]
     for (size, k_inner), path in paths + [((2, True), entry.config) for entry in HOPPER if isinstance(entry.config, SlotPath)]:
         for dtype in (torch.float32,) if size == 4 else (torch.bfloat16, torch.float16):

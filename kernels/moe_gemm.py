@@ -158,7 +158,10 @@ def _tile(
                 part *= weight_scale[:, None] * row_scale[None, :] if SWAP else row_scale[:, None] * weight_scale[None, :]
             acc += part
         else:
-            acc = tl.dot(b, tl.trans(a), acc, input_precision="ieee") if SWAP else tl.dot(a, tl.trans(b), acc, input_precision="ieee")
+            if SWAP:
+                acc = tl.dot(b, tl.trans(a), acc, input_precision="ieee", out_dtype=acc.dtype)
+            else:
+                acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee", out_dtype=acc.dtype)
         if x_tma is None:
             x_ptrs += BLOCK_K
         if w_tma is None:

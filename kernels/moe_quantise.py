@@ -69,37 +69,38 @@ def codes_of(x, scale, QMAX: tl.constexpr, INTEGER: tl.constexpr):
     return round_half_even(code) if INTEGER else code
 
 
-@triton.jit(do_not_specialize=["rows", "groups", "columns", "width", "stride_sm"])
+@triton.jit(do_not_specialize=["rows", "groups", "stride_sm"])
 def quantise_kernel(
-    x_ptr, codes_ptr, scales_ptr, valid_ptr, rows, groups, columns, width, stride_xm, stride_cm, stride_sm,
-    QMAX: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, codes_ptr, scales_ptr, valid_ptr, rows, groups, columns, stride_xm, stride_cm, stride_sm,
+    QMAX: tl.constexpr, GROUPED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS groups of `width` columns; a row has `groups` of them. Rows from `valid` on are left out."""
+    """ROWS rows, or of `groups` groups of a row (`GROUPED`; one is a BLOCK). Rows from `valid` on are left out."""
     pdl_begin(PDL)
     INTEGER: tl.constexpr = codes_ptr.dtype.element_ty == tl.int8
     if valid_ptr is not None:
         rows = tl.minimum(rows, tl.load(valid_ptr))
     index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row = index // groups
-    group = index % groups
+    row = index // groups if GROUPED else index
+    group = index % groups if GROUPED else tl.zeros((ROWS,), tl.int32)
     row_ok = row < rows
     wide = row.to(tl.int64)
-    first = group * width
-    end = tl.where(row_ok, tl.minimum(first + width, columns), 0)
+    # Only the columns beyond the last are masked, so that loads and stores stay wide.
+    column = group[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    x_ptrs = x_ptr + wide[:, None] * stride_xm + column
+    codes_ptrs = codes_ptr + wide[:, None] * stride_cm + column
+    end = BLOCK if GROUPED else columns
     amax = tl.zeros((ROWS,), tl.float32)
-    for begin in range(0, width, BLOCK):
-        column = first[:, None] + begin + tl.arange(0, BLOCK)[None, :]
-        x = tl.load(x_ptr + wide[:, None] * stride_xm + column, mask=column < end[:, None], other=0.0).to(tl.float32)
+    for begin in range(0, end, BLOCK):
+        x = tl.load(x_ptrs + begin, mask=(begin + column < columns) & row_ok[:, None], other=0.0).to(tl.float32)
         amax = tl.maximum(amax, amax_of(x, 1))
     scale = scale_of(amax, QMAX)
     tl.store(scales_ptr + wide * stride_sm + group, scale, mask=row_ok)
-    for begin in range(0, width, BLOCK):
+    for begin in range(0, end, BLOCK):
         # The second time from L1.
-        column = first[:, None] + begin + tl.arange(0, BLOCK)[None, :]
-        ok = column < end[:, None]
-        x = tl.load(x_ptr + wide[:, None] * stride_xm + column, mask=ok, other=0.0).to(tl.float32)
+        ok = (begin + column < columns) & row_ok[:, None]
+        x = tl.load(x_ptrs + begin, mask=ok, other=0.0).to(tl.float32)
         codes = codes_of(x, tl.broadcast_to(scale[:, None], x.shape), QMAX, INTEGER)
-        tl.store(codes_ptr + wide[:, None] * stride_cm + column, codes.to(codes_ptr.dtype.element_ty), mask=ok)
+        tl.store(codes_ptrs + begin, codes.to(codes_ptr.dtype.element_ty), mask=ok)
 
 
 def empty_rows(name: str, rows: int, columns: int, dtype: torch.dtype, grouped: bool, device: torch.device) -> Rows:
@@ -130,7 +131,7 @@ def quantise(x: Tensor, rows: Rows, valid: Tensor | None = None) -> Rows:
     """
     count, columns = x.shape
     grouped = rows.scales.dim() == 2
-    groups, width = (rows.scales.shape[1], GROUP) if grouped else (1, columns)
+    groups = rows.scales.shape[1] if grouped else 1
     if count * groups == 0:
         return rows
     block = GROUP if grouped else min(_MOST_COLUMNS, max(16, triton.next_power_of_2(columns)))
@@ -138,8 +139,8 @@ def quantise(x: Tensor, rows: Rows, valid: Tensor | None = None) -> Rows:
     pdl = supports_pdl(x.device)
     with current_device(x.device):
         quantise_kernel[(triton.cdiv(count * groups, height),)](
-            x, rows.codes, rows.scales, valid, count, groups, columns, width, x.stride(0), rows.codes.stride(0), rows.scales.stride(0),
-            QMAX[rows.codes.dtype], height, block, pdl, num_warps=max(4, block * height // 512), num_stages=1, enable_fp_fusion=True,
+            x, rows.codes, rows.scales, valid, count, groups, columns, x.stride(0), rows.codes.stride(0), rows.scales.stride(0),
+            QMAX[rows.codes.dtype], grouped, height, block, pdl, num_warps=max(4, block * height // 512), num_stages=1, enable_fp_fusion=True,
             **pdl_options(pdl),
         )  # fmt: skip
     return rows

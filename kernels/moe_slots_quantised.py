@@ -2,9 +2,9 @@
 """Quantised experts for very few tokens: `moe_slots` for codes of int8 or e4m3.
 
 Both kernels come behind one that quantises their rows (the first, where x is not quantised yet), and ask L2 for their
-weights while that one runs: which experts those are was known before it. A tile is (outputs, groups of K, a group), so that scales of blocks of 128 x 128 and scales that
-span K (one group) are the same code. Products of codes are exact in fp32, and so is all that is added up; factors are
-multiplied in per element, so that threads exchange nothing before the end.
+weights while that one runs: which experts those are was known before it. A tile is (outputs, groups of K, a group), so that
+scales of blocks of 128 x 128 and scales that span K (one group) are the same code. Products of codes are exact in fp32; each
+is multiplied by its scales before it is added up, so that threads exchange nothing before the end.
 """
 
 from __future__ import annotations
