@@ -58,6 +58,8 @@ def _index(experts: int, everything: bool) -> list[CompileCase]:
         ("prefix", prefix_kernel, sizes | {n: "*i32:16" if n == "counts_ptr" else "i32" for n in ("counts_ptr", "blocks", "columns", "local")},
          {"COLUMNS": 8, "ROWS": 512}, 8),
         ("place", place_kernel, lists | tiles | counts | sizes | dict.fromkeys(("writers", "slots", "local"), "i32"), placed, 8),
+        ("place-only", place_kernel, lists | counts | sizes | dict.fromkeys(("bound", "writers", "slots", "local"), "i32"),
+         placed | {"tiles_ptr": None}, 8),
         ("tiles", tiles_kernel, sizes | tiles | dict.fromkeys(("rows", "local"), "i32"), {"BINS": width, "WIDE": everything} | every, wide),
         ("block", block_kernel, routing | counts, absent | {"BLOCK": 128, "FILL": 512, "ZERO": not everything}, 4),
     ]  # fmt: skip

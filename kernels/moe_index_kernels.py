@@ -125,7 +125,8 @@ def place_kernel(
     bin = tl.arange(0, BINS)
     sizes = tl.load(sizes_ptr + bin, mask=bin < local, other=0)
     if program < writers:
-        write_tiles(tiles_ptr, sizes, program, writers, slots, bound, BINS, BLOCK_M, FILL, False)
+        if tiles_ptr is not None:  # else there are no writers
+            write_tiles(tiles_ptr, sizes, program, writers, slots, bound, BINS, BLOCK_M, FILL, False)
     else:
         slot = (program - writers) * PLACED + tl.arange(0, PLACED)
         exists = slot < slots
