@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hal.kernels.moe_combine import moe_combine
-from hal.kernels.moe_experts import Activation, Gather, Scales, grouped_product
+from hal.kernels.moe_experts import Activation, Gather, Scales, grouped_product, sorted_lists
 from hal.kernels.moe_index import Routing, index_slots, most_tiles
 from hal.kernels.moe_quantise import GROUP, Rows, empty_rows, quantise
 from hal.kernels.moe_quantised_tuning import quantised_config, quantised_slot_path
@@ -104,8 +104,7 @@ def _sorted(
     device, slots, top_k = out.device, routing.slots, routing.ids.shape[1]
     count, hidden, inner = experts.w_down.shape
     bound = most_tiles(slots, count, config.block_m)
-    lists = scratch("moe_index", 2 * slots, torch.int32, device)
-    sorted_slots, places = lists[:slots], lists[slots : 2 * slots]
+    sorted_slots, places = sorted_lists(slots, device)
     tiles = scratch("moe_tiles", 4 + 4 * bound, torch.int32, device)
     index_slots(routing, sorted_slots, places, None, tiles, config.block_m)
     inter = _intermediate(experts, slots)

@@ -110,7 +110,7 @@ def needs_rounding(device: torch.device, dtype: torch.dtype) -> None:
 def run_quantise(device: torch.device, x: Tensor, dtype: torch.dtype, block: bool, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
     from hal.kernels.moe_quantise import empty_rows, quantise
 
-    rows = empty_rows("test", *x.shape, dtype, block, device)
+    rows = empty_rows("test", x.shape[0], x.shape[1], dtype, block, device)
     poison()
     quantise(x.to(device) if x.is_contiguous() else moved(x, device), rows, None if valid is None else valid.to(device))
     return rows.codes.cpu(), rows.scales.cpu()
@@ -186,7 +186,7 @@ def product(
     x[used:] = NAN
     x_scales[used:] = NAN
     w_scales[[s == 0 for s in sizes]] = NAN
-    call = {"x": moved(codes, device) if given else x.to(device), "weight": moved(laid_out(weight, layout), device)}
+    call: dict[str, Any] = {"x": moved(codes, device) if given else x.to(device), "weight": moved(laid_out(weight, layout), device)}
     call |= {"expert_sizes": torch.tensor(sizes, dtype=torch.int32, device=device), "w_scales": w_scales.to(device)}
     call |= {"x_scales": x_scales.to(device) if given else None, "bias": None if bias is None else bias.to(device)}
     return call, wanted
@@ -255,7 +255,6 @@ def configs() -> list:
         {"swap": True, "w_tma": True},
         {"programs": 1},
         {"block_k": 64},
-        {"block_n": 64},
         {"block_n": 256},
         {"block_n": 256, "swap": True},
     ]
@@ -263,11 +262,15 @@ def configs() -> list:
 
 
 @pytest.mark.parametrize("way", range(len(configs())))
-@pytest.mark.parametrize("dtype", [INT8, E4M3], ids=str)
-@pytest.mark.parametrize("kind", ["channel", "block"])
+@pytest.mark.parametrize(("dtype", "kind"), [(INT8, "channel"), (INT8, "block"), (E4M3, "block")])
 @pytest.mark.parametrize("gate_up", ["", "concat", "interleaved"])
-@pytest.mark.parametrize(("n", "k"), [(256, 256), (328, 200)])
-def test_every_way_gives_the_same(device: torch.device, way: int, dtype: torch.dtype, kind: str, gate_up: str, n: int, k: int) -> None:
+def test_every_way_gives_the_same(device: torch.device, way: int, dtype: torch.dtype, kind: str, gate_up: str) -> None:
+    sizes = [(256, 256), (328, 200)]
+    for n, k in sizes if dtype == INT8 else sizes[1:]:
+        try_way(device, way, dtype, kind, gate_up, n, k)
+
+
+def try_way(device: torch.device, way: int, dtype: torch.dtype, kind: str, gate_up: str, n: int, k: int) -> None:
     from hal.kernels.moe_experts import Activation, Scales, grouped_product
     from hal.kernels.moe_index import list_tiles, most_tiles
 
@@ -405,7 +408,7 @@ def make(
 PATHS = {"few": {"tokens": 1, "experts": 5}, "sorted": {"tokens": 7, "experts": 5}}
 
 
-@pytest.fixture(params=PATHS.values(), ids=PATHS.keys())
+@pytest.fixture(params=list(PATHS.values()), ids=list(PATHS))
 def path(request: pytest.FixtureRequest) -> dict[str, Any]:
     return request.param
 
@@ -443,7 +446,7 @@ def test_kinds_of_scales(device: torch.device, path: dict[str, Any], dtype: torc
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("hidden", "inner"), [(1, 1), (8, 24), (256, 128), (128, 256), (392, 130), (130, 392)])
+@pytest.mark.parametrize(("hidden", "inner"), [(1, 1), (256, 128), (128, 256), (264, 130), (130, 264)])
 def test_sizes(device: torch.device, path: dict[str, Any], dtype: torch.dtype, kind: str, hidden: int, inner: int) -> None:
     make(device, dtype, kind, hidden=hidden, inner=inner, biased=True, **path).check()
 
@@ -541,7 +544,7 @@ def test_bad_rows_leave_their_neighbours_alone(device: torch.device, dtype: torc
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tokens", [1, 8])
 def test_every_scale_has_an_effect(device: torch.device, dtype: torch.dtype, kind: str, tokens: int) -> None:
-    problem = make(device, dtype, kind, tokens=tokens, given=True, experts=40)
+    problem = make(device, dtype, kind, tokens=tokens, given=True)
     clean = problem.run()
     first, second = problem.options["w_scales"]
     for change in ({"w_scales": (first * 1.5, second)}, {"w_scales": (first, second * 1.5)}, {"x_scales": problem.options["x_scales"] * 1.5}):
@@ -552,7 +555,7 @@ def test_every_scale_has_an_effect(device: torch.device, dtype: torch.dtype, kin
 @pytest.mark.parametrize("tokens", [1, 4, 5, 17, 33])
 @pytest.mark.parametrize("experts", [1, 3, 40])
 def test_token_counts_around_the_thresholds(device: torch.device, dtype: torch.dtype, tokens: int, experts: int) -> None:
-    problem = make(device, dtype, "block", tokens=tokens, experts=experts, top_k=3)
+    problem = make(device, dtype, "block", tokens=tokens, experts=experts, top_k=3, hidden=64, inner=48)
     assert torch.equal(problem.check(), problem.run())
 
 
