@@ -19,7 +19,7 @@ from hal.tuning import Tuning
 from hal.tuning_file import read_tuning, write_tuning
 
 pytest.importorskip("triton")
-SMALL = {"experts": 6, "hidden": 32, "inner": 48, "top_k": 2, "dtype": "float32", "k_inner": True, "device": "cpu"}
+SMALL: dict[str, Any] = {"experts": 6, "hidden": 32, "inner": 48, "top_k": 2, "dtype": "float32", "k_inner": True, "device": "cpu"}
 ENTRY = {
     "experts": 6, "hidden": 32, "inner": 48, "top_k": 2, "tokens": 16, "dtype": "float32", "path": "sorted", "block_m": 32, "microseconds": 7.5,
     "up": {"block_n": 32, "block_k": 32, "warps": 4, "stages": 2}, "down": {"block_n": 32, "block_k": 64, "warps": 4, "stages": 2},

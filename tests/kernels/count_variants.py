@@ -138,7 +138,7 @@ def experts(tokens: int, seed: int) -> None:
     moe.route(logits, 3, scoring="sigmoid", correction_bias=torch.zeros(24), scale=1.5 + seed)
     ids.copy_(torch.randint(24, (tokens, 3), generator=generator))
     moe.fused_moe(x, up, down, weights, ids)
-    oai = {"activation": "swiglu_oai", "alpha": 1.0 + seed, "limit": 7.0 + seed}
+    oai: dict[str, Any] = {"activation": "swiglu_oai", "alpha": 1.0 + seed, "limit": 7.0 + seed}
     moe.fused_moe(x, up, down, weights, ids, **oai, num_valid_tokens=torch.zeros((), dtype=torch.int32))
     index = moe.moe_index(ids, 24)
     rows = moe.moe_expand(x, index)
