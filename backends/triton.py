@@ -1,7 +1,7 @@
 """The Triton backend: NVIDIA and AMD GPUs, and the CPU where TRITON_INTERPRET=1 asks for Triton's interpreter.
 
 The declaration imports no Triton. Iluvatar's CoreX brings Triton 3.1 or 3.2, which the version window refuses; a config
-that widens the window lets it try. `flash_prefill` and quantised experts are not served yet.
+that widens the window lets it try. `flash_prefill` is not served yet.
 """
 
 from __future__ import annotations

