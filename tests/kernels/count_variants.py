@@ -189,7 +189,7 @@ OTHERS: dict[str, list[Callable[[], None]]] = {
     "merge": [partial(sweep, merge)],
 }
 #: Numbers of tokens in every class that configs may tell apart, odd ones; then others in the same classes, multiples of 16 among them.
-WARM, OTHER = (1, 3, 5, 9, 17, 33, 65, 129, 257, 515, 1031, 2051), (2, 4, 8, 16, 31, 32, 48, 64, 80, 128, 250, 256, 512, 600, 1024, 1500, 2048)
+WARM, OTHER = (1, 3, 5, 9, 17, 33, 61, 65, 129, 257, 515, 1031, 2051), (2, 4, 8, 16, 31, 32, 48, 64, 80, 128, 250, 256, 512, 600, 1024, 1500, 2048)
 #: Experts: a warm-up, and the calls after it.
 EXPERTS: dict[str, list[Callable[[], None]]] = {
     "experts": [partial(serve, WARM, 0)],
