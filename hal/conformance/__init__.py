@@ -24,6 +24,7 @@
 | `tensors`       | the tensors among arguments, also inside tuples                   |
 | `quantised`     | what a quantised element must be                                  |
 | `caches`        | paged caches in every layout and stride, poisoned                 |
+| `shared_slots`  | rows that share a slot of a cache, and their judge                |
 | `inputs`        | a case -> the arguments of a call                                 |
 | `cases`         | the tables of cases                                               |
 | `reported`      | inputs of public bug reports as stated, and grids of sizes        |
