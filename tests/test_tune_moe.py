@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import hal
-from hal.errors import ConfigError, HalError
+from hal.errors import ConfigError, HalError, PluginError
 from hal.tune_moe import TuneOptions, tune_moe
 from hal.tuning import Tuning
 from hal.tuning_file import read_tuning, write_tuning
@@ -162,6 +162,34 @@ def test_a_config_names_a_file_and_the_kernels_follow(tmp_path: Path, monkeypatc
     config.write_text("name: mine\nbackends: reference\ntuning: other.yaml\n")
     with pytest.raises(ConfigError, match=r"mine.yaml:3: `tuning`.*other.yaml.*cannot be read"):
         hal.backend.build_backend(None, config=config)
+
+
+def test_a_refused_tuning_is_an_error_every_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hal.backends import triton_tuning
+    from hal.resolve import Resolver
+    from hal.spec import BackendSpec
+
+    (tmp_path / "t.yaml").write_text(HEAD + f"- {json.dumps(ENTRY)}\n")
+    (tmp_path / "mine.yaml").write_text("name: mine\nbackends: reference\ntuning: t.yaml\n")
+    backend = hal.get_backend(config=tmp_path / "mine.yaml")
+    resolver = Resolver(backend.config, backend._resolver.registry)
+    spec = BackendSpec("triton", 1, {}, tuning="hal.backends.triton_tuning:apply")
+    asked: list[Tuning] = []
+
+    def refuse(tuning: Tuning) -> None:
+        asked.append(tuning)
+        raise ValueError("not on this card")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_tuning, "apply", refuse)
+        for _ in range(2):
+            with pytest.raises(PluginError, match=r"'triton' refused the tuning of .*mine.yaml.*not on this card"):
+                resolver._tune(spec)
+    assert len(asked) == 2
+    monkeypatch.setattr(triton_tuning, "apply", asked.append)
+    for _ in range(2):
+        resolver._tune(spec)
+    assert len(asked) == 3, "what a backend has taken is not handed to it again"
 
 
 def test_round_trip(tmp_path: Path) -> None:
