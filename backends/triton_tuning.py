@@ -14,6 +14,7 @@ from hal.kernels.moe_configs import Experts, GemmConfig, Measured, MoeConfig, Sl
 from hal.kernels.moe_fused import fused_moe
 from hal.kernels.moe_tuning import expert_config, use_measured
 from hal.kernels.tuning import is_hopper
+from hal.ops.moe_activations import OAI_ALPHA
 from hal.tuning import ExpertsEntry, Tuning
 
 __all__ = ["apply", "candidates", "entry_of", "experts_of", "fixed", "layer", "served"]
@@ -125,5 +126,5 @@ def fixed(device: torch.device, experts: Experts, tokens: int, config: Config) -
 
 def layer(x: Tensor, w_gate_up: Tensor, w_down: Tensor, weights: Tensor, ids: Tensor, out: Tensor) -> Any:
     """One call of the op, with silu and gates before ups."""
-    fused_moe(x, w_gate_up, w_down, weights, ids, out, activation="silu", gate_up="concat")
+    fused_moe(x, w_gate_up, w_down, weights, ids, out, activation="silu", gate_up="concat", alpha=OAI_ALPHA, limit=None)
     return out
