@@ -83,7 +83,7 @@ def _with(config: Config, **products: Any) -> Config:
 
 
 def served(device: torch.device, experts: Experts, tokens: int) -> Config:
-    """The config that serves without a measurement of ours."""
+    """The config that serves now: by a measurement that a device config has named, by one that ships, or by the model."""
     return expert_config(device, experts, tokens)
 
 
@@ -115,13 +115,13 @@ def candidates(device: torch.device, experts: Experts, tokens: int, best: Callab
 
 @contextmanager
 def fixed(device: torch.device, experts: Experts, tokens: int, config: Config) -> Iterator[None]:
-    """Serve these experts and tokens by one config, and by none of a file afterwards."""
+    """Serve these experts and tokens by one config, and as before afterwards."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    use_measured(name, [Measured(experts, tokens, config, 0.0)])
+    earlier = use_measured(name, [Measured(experts, tokens, config, 0.0)])
     try:
         yield
     finally:
-        use_measured(name, [])
+        use_measured(name, earlier)
 
 
 def layer(x: Tensor, w_gate_up: Tensor, w_down: Tensor, weights: Tensor, ids: Tensor, out: Tensor) -> Any:
