@@ -18,7 +18,17 @@ from hal.ops.moe_checks import GATE_UP
 from hal.ops.op import Arguments, Op, TensorMeta
 from hal.ops.signature import facts
 
-__all__ = ["GELU_AND_MUL", "OAI_ALPHA", "OAI_LIMIT", "SILU_AND_MUL", "SWIGLU_OAI_AND_MUL", "ActivationCall"]
+__all__ = [
+    "GELU_AND_MUL",
+    "OAI_ALPHA",
+    "OAI_LIMIT",
+    "SILU_AND_MUL",
+    "SWIGLU_OAI_AND_MUL",
+    "ActivationCall",
+    "GeluAndMul",
+    "SiluAndMul",
+    "SwigluOaiAndMul",
+]
 
 #: Slope and clamp of gpt-oss: the numbers of swiglu_oai where a caller gives none.
 OAI_ALPHA, OAI_LIMIT = 1.702, 7.0
