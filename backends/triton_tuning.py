@@ -1,4 +1,4 @@
-"""What the Triton backend does with measured choices, and the candidates that `hal tune moe` measures."""
+"""What the Triton backend does with measured choices, and the candidates that `hal tune moe` measures: a `hal.tuning.Tuner`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hal.kernels.tuning import is_hopper
 from hal.ops.moe_activations import OAI_ALPHA
 from hal.tuning import ExpertsEntry, Tuning
 
-__all__ = ["apply", "candidates", "entry_of", "experts_of", "fixed", "layer", "served"]
+__all__ = ["Experts", "apply", "candidates", "entry_of", "experts_of", "fixed", "layer", "served"]
 
 Config = MoeConfig | SlotPath
 
@@ -124,7 +124,7 @@ def fixed(device: torch.device, experts: Experts, tokens: int, config: Config) -
         use_measured(name, earlier)
 
 
-def layer(x: Tensor, w_gate_up: Tensor, w_down: Tensor, weights: Tensor, ids: Tensor, out: Tensor) -> Any:
+def layer(x: Tensor, w_gate_up: Tensor, w_down: Tensor, weights: Tensor, ids: Tensor, out: Tensor) -> Tensor:
     """One call of the op, with silu and gates before ups."""
     fused_moe(x, w_gate_up, w_down, weights, ids, out, activation="silu", gate_up="concat", alpha=OAI_ALPHA, limit=None)
     return out

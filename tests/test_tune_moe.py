@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ from torch import Tensor
 import hal
 from hal.errors import ConfigError, HalError, PluginError
 from hal.tune_moe import TuneOptions, tune_moe
-from hal.tuning import ExpertsEntry, Tuning
+from hal.tuning import ExpertsEntry, Tuner, Tuning
 from hal.tuning_file import read_tuning, write_tuning
 
 pytest.importorskip("triton")
@@ -223,6 +224,17 @@ def test_files_have_the_options_of_the_kernels(model: str, config: str) -> None:
     in_files = {name: "required" if f.is_required() else f.default for name, f in getattr(tuning_file, model).model_fields.items()}
     of_kernels = {f.name: "required" if f.default is dataclasses.MISSING else f.default for f in dataclasses.fields(getattr(moe_configs, config))}
     assert in_files == of_kernels
+
+
+def test_the_tuner_is_what_the_command_expects() -> None:
+    from hal.backends import triton_tuning
+
+    tuner: Tuner = triton_tuning  # for mypy
+    wanted = {name: member for name, member in vars(Tuner).items() if inspect.isfunction(member) and not name.startswith("_")}
+    assert set(wanted) == {"served", "candidates", "fixed", "entry_of", "layer"}
+    for name, member in wanted.items():
+        assert list(inspect.signature(getattr(tuner, name)).parameters) == list(inspect.signature(member).parameters)[1:], name
+    assert tuner.Experts(6, 32, 48, 2, 4, True) == triton_tuning.experts_of(tuning_of(ENTRY).fused_moe[0])
 
 
 def test_round_trip(tmp_path: Path) -> None:
