@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hal.ops.moe_activations import OAI_ALPHA, OAI_LIMIT
+
 __all__ = ["activate", "gelu_and_mul", "silu_and_mul", "swiglu_oai_and_mul"]
 
 
@@ -19,7 +21,9 @@ def gelu_and_mul(x: Tensor, *, approximate: str = "none", gate_up: str = "concat
     return _result(x, activate(x, "gelu" if approximate == "none" else "gelu_tanh", gate_up), out)
 
 
-def swiglu_oai_and_mul(x: Tensor, *, alpha: float = 1.702, limit: float = 7.0, gate_up: str = "interleaved", out: Tensor | None = None) -> Tensor:
+def swiglu_oai_and_mul(
+    x: Tensor, *, alpha: float = OAI_ALPHA, limit: float = OAI_LIMIT, gate_up: str = "interleaved", out: Tensor | None = None
+) -> Tensor:
     """The clamped SwiGLU of gpt-oss of x (M, 2I); the contract is `hal.ops.moe_activations.SwigluOaiAndMul`."""
     return _result(x, activate(x, "swiglu_oai", gate_up, alpha, limit), out)
 
@@ -35,11 +39,11 @@ def activate(x: Tensor, activation: str, gate_up: str, alpha: float | None = Non
     else:
         gate, up = x[:, 0::2].float(), x[:, 1::2].float()
     if activation == "swiglu_oai":
-        limit = 7.0 if limit is None else limit
+        limit = OAI_LIMIT if limit is None else limit
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     if activation == "swiglu_oai":
-        return gate * torch.sigmoid((1.702 if alpha is None else alpha) * gate) * (up + 1.0)
+        return gate * torch.sigmoid((OAI_ALPHA if alpha is None else alpha) * gate) * (up + 1.0)
     if activation == "silu":
         return functional.silu(gate) * up
     return functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up

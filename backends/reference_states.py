@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hal.ops.plan import DecodePlan, PlanFacts
 
-__all__ = ["merge_states", "plan_decode"]
+__all__ = ["close_states", "merge_states", "plan_decode"]
 
 
 def merge_states(

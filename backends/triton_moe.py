@@ -11,6 +11,7 @@ import hal.kernels.moe_experts as _experts
 import hal.kernels.moe_fused as _fused
 import hal.kernels.moe_index as _index
 import hal.kernels.route as _route
+from hal.ops.moe_activations import OAI_ALPHA, OAI_LIMIT
 from hal.ops.moe_checks import MoeIndex, result_dtype
 
 __all__ = [
@@ -25,9 +26,6 @@ __all__ = [
     "swiglu_oai_and_mul",
     "topk_softmax",
 ]
-
-#: swiglu_oai's numbers where `fused_moe` is given none; to the kernels a limit of None is none.
-_OAI_ALPHA, _OAI_LIMIT = 1.702, 7.0
 
 
 def topk_softmax(
@@ -134,13 +132,13 @@ def gelu_and_mul(x: Tensor, *, approximate: str = "none", gate_up: str = "concat
 
 
 def swiglu_oai_and_mul(
-    x: Tensor, *, alpha: float = _OAI_ALPHA, limit: float = _OAI_LIMIT, gate_up: str = "interleaved", out: Tensor | None = None
+    x: Tensor, *, alpha: float = OAI_ALPHA, limit: float = OAI_LIMIT, gate_up: str = "interleaved", out: Tensor | None = None
 ) -> Tensor:
     """See `hal.ops.moe_activations.SwigluOaiAndMul`."""
     return _gated(x, out, "swiglu_oai", gate_up, alpha, limit)
 
 
-def _gated(x: Tensor, out: Tensor | None, activation: str, gate_up: str, alpha: float = 1.0, limit: float | None = None) -> Tensor:
+def _gated(x: Tensor, out: Tensor | None, activation: str, gate_up: str, alpha: float = OAI_ALPHA, limit: float | None = None) -> Tensor:
     if out is None:
         out = x.new_empty((x.shape[0], x.shape[1] // 2))
     _activation.gated(x, out, activation=activation, gate_up=gate_up, alpha=alpha, limit=limit)
@@ -172,8 +170,8 @@ def fused_moe(
     """See `hal.ops.moe_fused.FusedMoe`."""
     if out is None:
         out = x.new_empty(x.shape, dtype=result_dtype(x, None))
-    if limit is None and activation == "swiglu_oai":
-        limit = _OAI_LIMIT
+    if limit is None and activation == "swiglu_oai":  # to the kernels None is no clamp
+        limit = OAI_LIMIT
     _fused.fused_moe(
         x,
         w_gate_up,
@@ -187,7 +185,7 @@ def fused_moe(
         b_down=b_down,
         w_scales=w_scales,
         x_scales=x_scales,
-        alpha=_OAI_ALPHA if alpha is None else alpha,
+        alpha=OAI_ALPHA if alpha is None else alpha,
         limit=limit,
         num_experts=num_experts,
         expert_range=expert_range,

@@ -1,4 +1,4 @@
-"""What the Triton backend does with measured choices, and the candidates that `hal tune moe` measures."""
+"""What the Triton backend does with measured choices, and the candidates that `hal tune moe` measures: a `hal.tuning.Tuner`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from hal.kernels.moe_configs import Experts, GemmConfig, Measured, MoeConfig, Sl
 from hal.kernels.moe_fused import fused_moe
 from hal.kernels.moe_tuning import expert_config, use_measured
 from hal.kernels.tuning import is_hopper
+from hal.ops.moe_activations import OAI_ALPHA
 from hal.tuning import ExpertsEntry, Tuning
 
-__all__ = ["apply", "candidates", "entry_of", "experts_of", "fixed", "layer", "served"]
+__all__ = ["Experts", "apply", "candidates", "entry_of", "experts_of", "fixed", "layer", "served"]
 
 Config = MoeConfig | SlotPath
 
@@ -82,7 +83,7 @@ def _with(config: Config, **products: Any) -> Config:
 
 
 def served(device: torch.device, experts: Experts, tokens: int) -> Config:
-    """The config that serves without a measurement of ours."""
+    """The config that serves now: by a measurement that a device config has named, by one that ships, or by the model."""
     return expert_config(device, experts, tokens)
 
 
@@ -114,16 +115,16 @@ def candidates(device: torch.device, experts: Experts, tokens: int, best: Callab
 
 @contextmanager
 def fixed(device: torch.device, experts: Experts, tokens: int, config: Config) -> Iterator[None]:
-    """Serve these experts and tokens by one config, and by none of a file afterwards."""
+    """Serve these experts and tokens by one config, and as before afterwards."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    use_measured(name, [Measured(experts, tokens, config, 0.0)])
+    earlier = use_measured(name, [Measured(experts, tokens, config, 0.0)])
     try:
         yield
     finally:
-        use_measured(name, [])
+        use_measured(name, earlier)
 
 
-def layer(x: Tensor, w_gate_up: Tensor, w_down: Tensor, weights: Tensor, ids: Tensor, out: Tensor) -> Any:
+def layer(x: Tensor, w_gate_up: Tensor, w_down: Tensor, weights: Tensor, ids: Tensor, out: Tensor) -> Tensor:
     """One call of the op, with silu and gates before ups."""
-    fused_moe(x, w_gate_up, w_down, weights, ids, out, activation="silu", gate_up="concat")
+    fused_moe(x, w_gate_up, w_down, weights, ids, out, activation="silu", gate_up="concat", alpha=OAI_ALPHA, limit=None)
     return out

@@ -22,7 +22,7 @@ from hal.ops import OPS
 from hal.ops.layouts import KV_LAYOUTS
 from hal.spec import BackendSpec, HookSpec, Implementation, Requires, Symbol
 
-__all__ = ["BUILTIN_BACKENDS", "ENTRY_POINT_GROUP", "REFERENCE", "BrokenPlugin", "Registered", "Registry", "discover"]
+__all__ = ["BUILTIN_BACKENDS", "ENTRY_POINT_GROUP", "REFERENCE", "BrokenPlugin", "Registered", "Registry", "discover", "hookimpl"]
 
 ENTRY_POINT_GROUP = "hal.backends"
 #: The backend that defines what each op means, and that serves on any machine.

@@ -130,15 +130,15 @@ class Resolver:
         return answer
 
     def _tune(self, spec: BackendSpec) -> None:
-        """Hand the config's measured choices to a backend that can serve, once."""
+        """Hand the config's measured choices to a backend that can serve, until it has taken them once."""
         if self.config.tuning is None or not spec.tuning or spec.name in self._tuned:
             return
-        self._tuned.add(spec.name)
         module, _, function = spec.tuning.partition(":")
         try:
             getattr(importlib.import_module(module), function)(self.config.tuning)
         except Exception as error:
             raise PluginError(f"backend {spec.name!r} refused the tuning of {self.config.source}: {type(error).__name__}: {error}") from error
+        self._tuned.add(spec.name)  # after success only: every call of a refused file fails alike
 
     def _cause(self, report: Report) -> BaseException | None:
         return next((p.error for p in self.registry.broken if p.name in report.choice.backends), None)

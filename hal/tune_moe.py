@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from hal.errors import HalError
-from hal.tuning import ExpertsEntry, Tuning
+from hal.tuning import ExpertsEntry, Tuner, Tuning
 
 __all__ = ["Timer", "TuneOptions", "tune_moe"]
 
-#: Whose candidates are measured.
+#: The `Tuner` whose candidates are measured; a name, for it loads Triton.
 _TUNER = "hal.backends.triton_tuning"
 #: Bytes of weights that the calls of one graph read together, so that none is left in the L2 cache; most sets of them.
 _LEAST_BYTES, _MOST_SETS = 400_000_000, 64
@@ -72,7 +72,7 @@ def tune_moe(options: TuneOptions, *, timer: Timer | None = None, say: Callable[
     device = torch.device(options.device)
     if timer is None and (device.type != "cuda" or not torch.cuda.is_available()):
         raise HalError(f"hal tune measures on a GPU, and {options.device!r} is none here; run it where fused_moe will run")
-    tuner = importlib.import_module(_TUNER)
+    tuner: Tuner = importlib.import_module(_TUNER)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     kept = _kept(options.output, name)
     began = time.monotonic()
@@ -124,7 +124,7 @@ def _write(tuning: Tuning, output: Path) -> None:
 class _Problem:
     """One number of tokens."""
 
-    def __init__(self, options: TuneOptions, tuner: Any, device: torch.device, tokens: int) -> None:
+    def __init__(self, options: TuneOptions, tuner: Tuner, device: torch.device, tokens: int) -> None:
         self.options, self.tuner, self.device, self.tokens = options, tuner, device, tokens
         self.experts = tuner.Experts(
             options.experts, options.hidden, options.inner, options.top_k, getattr(torch, options.dtype).itemsize, options.k_inner
@@ -157,8 +157,7 @@ class _Problem:
             if spent < least:
                 least, chosen = spent, config
                 say(f"T {self.tokens}: {spent:.1f} us {config}")
-        entry: ExpertsEntry = self.tuner.entry_of(self.experts, self.options.dtype, self.tokens, chosen, least)
-        return entry
+        return self.tuner.entry_of(self.experts, self.options.dtype, self.tokens, chosen, least)
 
     def _timed(self, timer: Timer, calls: Sequence[Callable[[], Any]], config: Any) -> tuple[float, Tensor | None]:
         with self.tuner.fixed(self.device, self.experts, self.tokens, config):

@@ -6,11 +6,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-__all__ = ["ExpertsEntry", "Tuning"]
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+__all__ = ["ExpertsEntry", "Tuner", "Tuning"]
 
 Options = Mapping[str, "int | bool"]
 
@@ -61,3 +66,31 @@ class Tuning:
     device: str
     fused_moe: tuple[ExpertsEntry, ...]
     source: str = ""
+
+
+class Tuner(Protocol):
+    """The module of a backend that `hal tune moe` measures with. Its configs are its own matter: what one function gives, others take.
+
+    Attributes:
+        Experts: called with E, H, I, k, bytes of an element, and whether K is the contiguous dimension of both weights; the experts
+            that the functions speak of.
+    """
+
+    @property
+    def Experts(self) -> Callable[[int, int, int, int, int, bool], Any]:
+        """See the class."""
+
+    def served(self, device: torch.device, experts: Any, tokens: int) -> Any:
+        """Return the config that serves these experts and T tokens now."""
+
+    def candidates(self, device: torch.device, experts: Any, tokens: int, best: Callable[[], Any]) -> Iterator[Any]:
+        """Yield configs to measure; `best` gives the best so far of the kind that was yielded last."""
+
+    def fixed(self, device: torch.device, experts: Any, tokens: int, config: Any) -> AbstractContextManager[None]:
+        """Serve these experts and tokens by one config inside, and as before afterwards."""
+
+    def entry_of(self, experts: Any, dtype: str, tokens: int, config: Any, microseconds: float) -> ExpertsEntry:
+        """Return the entry of a file for a config and the time of the whole op."""
+
+    def layer(self, x: Tensor, w_gate_up: Tensor, w_down: Tensor, weights: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+        """Run the op once, on x (T, H), w_gate_up (E, 2I, H), w_down (E, H, I), weights and ids (T, k), and return `out` (T, H)."""

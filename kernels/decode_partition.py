@@ -32,7 +32,19 @@ from hal.kernels.compile_case import CompileCase
 from hal.kernels.launch import pdl_begin, pdl_options
 from hal.kernels.tuning import INVARIANT_CHUNK, STEP, packed_rows
 
-__all__ = ["RECORD", "Partition", "PlanBuffer", "compile_cases", "locate", "partition_of", "plan_kernel", "work_of", "write_plan"]
+__all__ = [
+    "HEADER",
+    "RECORD",
+    "Partition",
+    "PlanBuffer",
+    "compile_cases",
+    "locate",
+    "partition_of",
+    "plan_kernel",
+    "unit_rows",
+    "work_of",
+    "write_plan",
+]
 
 #: Words before the records of a plan, and of each record.
 HEADER = tl.constexpr(4)

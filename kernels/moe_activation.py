@@ -70,7 +70,7 @@ def activation_kernel(
         tl.store(out_ptr + row * stride_out + column, result.to(out_ptr.dtype.element_ty), mask=ok)
 
 
-def gated(x: Tensor, out: Tensor, *, activation: str, gate_up: str, alpha: float = 1.0, limit: float | None = None) -> None:
+def gated(x: Tensor, out: Tensor, *, activation: str, gate_up: str, alpha: float, limit: float | None) -> None:
     """Write `act(gate) * up` of each row.
 
     Args:
@@ -78,7 +78,7 @@ def gated(x: Tensor, out: Tensor, *, activation: str, gate_up: str, alpha: float
         out: (M, I), likewise.
         activation: one of `ACTIVATIONS`.
         gate_up: "concat" or "interleaved".
-        alpha: of swiglu_oai.
+        alpha: only read by swiglu_oai.
         limit: clamp, None for none.
     """
     rows, columns = out.shape

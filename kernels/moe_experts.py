@@ -30,12 +30,16 @@ _EARLY = 4
 
 @dataclass(frozen=True)
 class Activation:
-    """Gated activation behind a product: its name, whether gate and up rows alternate, and its parameters."""
+    """Gated activation behind a product: its name, whether gate and up rows alternate, slope (only read by swiglu_oai) and clamp."""
 
     name: str
-    interleaved: bool = False
-    alpha: float = 1.0
-    limit: float | None = None
+    interleaved: bool
+    alpha: float
+    limit: float | None
+
+
+#: A product without one.
+_NONE = Activation("", False, 1.0, None)
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,7 @@ def grouped_product(
     device, columns, depth = x.device, out.shape[1], weight.shape[2]
     if bound == 0 or columns == 0:
         return
-    act = activation or Activation("")
+    act = activation or _NONE
     k_inner = weight.stride(2) == 1
     descriptor = _weights_described(weight, config, act.name != "" and not act.interleaved) if config.w_tma else None
     rows = _described(x, (x.shape[0], depth), (x.stride(0), 1), [block_m, config.block_k]) if config.x_tma and gather is None else None

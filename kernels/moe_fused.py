@@ -32,12 +32,12 @@ def fused_moe(
     *,
     activation: str,
     gate_up: str,
+    alpha: float,
+    limit: float | None,
     b_gate_up: Tensor | None = None,
     b_down: Tensor | None = None,
     w_scales: tuple[Tensor, Tensor] | None = None,
     x_scales: Tensor | None = None,
-    alpha: float = 1.702,
-    limit: float | None = None,
     num_experts: int | None = None,
     expert_range: tuple[int, int] | None = None,
     expert_map: Tensor | None = None,
@@ -55,12 +55,12 @@ def fused_moe(
         out: (T, H).
         activation: one of `moe_activation.ACTIVATIONS`.
         gate_up: "concat" or "interleaved".
+        alpha: only read by swiglu_oai.
+        limit: clamp of gates and ups, None for none.
         b_gate_up: (E, 2I) or None.
         b_down: (E, H) or None.
         w_scales: fp32 scales of both quantised weights: (E,), (E, N) or (E, ceil(N / 128), ceil(K / 128)); else None.
         x_scales: (T,), or (T, ceil(H / 128)) beside scales of blocks, of quantised x; else None.
-        alpha: of swiglu_oai.
-        limit: clamp of gates and ups, None for none.
         num_experts: experts that the ids speak of; E without range and map.
         expert_range: (first, end) id of the experts held here, or None.
         expert_map: (num_experts,) int32 id -> local expert or -1, or None.

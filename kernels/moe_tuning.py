@@ -93,10 +93,12 @@ def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else _INTERPRETED_MULTIPROCESSORS
 
 
-def use_measured(device_name: str, measured: Iterable[Measured]) -> None:
-    """Let measurements decide on devices of this name, before those that ship; they hold for the process and replace earlier ones."""
+def use_measured(device_name: str, measured: Iterable[Measured]) -> tuple[Measured, ...]:
+    """Let measurements decide on devices of this name, before those that ship; they hold for the process. Returns those that they replace."""
+    earlier = _USED.get(device_name, ())
     _USED[device_name] = tuple(measured)
     expert_config.cache_clear()
+    return earlier
 
 
 def fitted(config: GemmConfig, columns: int, depth: int) -> GemmConfig:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 import textwrap
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -128,3 +130,55 @@ def test_reference_works_where_triton_and_vendor_libraries_cannot_be_imported():
 def test_modules_that_others_load_stay_light(module):
     out = run(f"import sys, {module}; print([m for m in ('triton', 'transformers', 'ixformer') if m in sys.modules])")
     assert out.strip() == "[]"
+
+
+#: Names with an underscore that another module may take: (module, name).
+TAKEN_PRIVATE = {("hal.kernels.numerics", "_LOG2E")}
+
+
+def modules() -> dict[str, ast.Module]:
+    """Module -> its syntax tree."""
+    found = {}
+    for top in ("hal", "backends", "kernels"):
+        for path in (ROOT / top).rglob("*.py"):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            parts = parts if top == "hal" else ("hal", *parts)
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = ast.parse(path.read_text())
+    return found
+
+
+def listed(tree: ast.Module) -> set[str] | None:
+    """Names in `__all__`; None without one that is a literal."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__" and isinstance(node.value, (ast.List, ast.Tuple)):
+            return set(ast.literal_eval(node.value))
+    return None
+
+
+def taken(tree: ast.Module, known: Collection[str]) -> Iterator[tuple[str, str]]:
+    """(module, name) of what a module takes from others: by name, or as an attribute of a module imported here under one."""
+    aliases = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute here"
+            for name in node.names:
+                if f"{node.module}.{name.name}" in known:
+                    aliases[name.asname or name.name] = f"{node.module}.{name.name}"
+                elif node.module in known:
+                    yield str(node.module), name.name
+        elif isinstance(node, ast.Import):
+            aliases |= {name.asname: name.name for name in node.names if name.asname and name.name in known}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
+            yield aliases[node.value.id], node.attr
+
+
+def test_modules_take_from_others_what_those_list():
+    trees = modules()
+    assert {"hal", "hal.ops.op", "hal.backends.triton", "hal.kernels.route"} < set(trees)
+    exports = {module: listed(tree) for module, tree in trees.items()}
+    found = {(module, name) for tree in trees.values() for module, name in taken(tree, trees)}
+    private = {(module, name) for module, name in found if name.startswith("_") and not name.startswith("__")}
+    assert private == TAKEN_PRIVATE
+    unlisted = {(module, name) for module, name in found - private if (names := exports[module]) is not None and name not in names}
+    assert unlisted == set()

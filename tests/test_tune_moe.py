@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -13,9 +15,9 @@ import torch
 from torch import Tensor
 
 import hal
-from hal.errors import ConfigError, HalError
+from hal.errors import ConfigError, HalError, PluginError
 from hal.tune_moe import TuneOptions, tune_moe
-from hal.tuning import Tuning
+from hal.tuning import ExpertsEntry, Tuner, Tuning
 from hal.tuning_file import read_tuning, write_tuning
 
 pytest.importorskip("triton")
@@ -44,6 +46,10 @@ def serving(tokens: int) -> Any:
     return expert_config(torch.device("cpu"), Experts(6, 32, 48, 2, 4), tokens)
 
 
+def tuning_of(entry: dict[str, Any]) -> Tuning:
+    return Tuning("cpu", (ExpertsEntry(**({"k_inner": True} | entry)),))
+
+
 def fake(prefer: Callable[[Any], float], tokens: int) -> Callable[[Sequence[Callable[[], Any]]], tuple[float, Tensor | None]]:
     """A timer that runs nothing: what serves at the moment decides."""
 
@@ -67,6 +73,24 @@ def test_the_best_candidate_is_written_and_read(tmp_path: Path) -> None:
     assert "as it is" in lines[0]
     assert read_tuning(options.output) == replace(found, source=str(options.output))
     assert serving(40).up.stages != 4, "measuring must leave nothing behind"
+
+
+def test_measuring_leaves_what_a_config_named() -> None:
+    from hal.backends import triton_tuning
+
+    before = serving(16)
+    triton_tuning.apply(tuning_of(ENTRY))
+    named = serving(16)
+    assert named != before
+    experts, device = triton_tuning.experts_of(tuning_of(ENTRY).fused_moe[0]), torch.device("cpu")
+    assert triton_tuning.served(device, experts, 16) == named
+    with triton_tuning.fixed(device, experts, 16, before):
+        assert serving(16) == before
+    assert serving(16) == named
+
+    with pytest.raises(RuntimeError, match="too large"), triton_tuning.fixed(device, experts, 16, before):
+        raise RuntimeError("too large a tile")
+    assert serving(16) == named
 
 
 def test_few_tokens_may_take_the_other_path(tmp_path: Path) -> None:
@@ -162,6 +186,55 @@ def test_a_config_names_a_file_and_the_kernels_follow(tmp_path: Path, monkeypatc
     config.write_text("name: mine\nbackends: reference\ntuning: other.yaml\n")
     with pytest.raises(ConfigError, match=r"mine.yaml:3: `tuning`.*other.yaml.*cannot be read"):
         hal.backend.build_backend(None, config=config)
+
+
+def test_a_refused_tuning_is_an_error_every_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hal.backends import triton_tuning
+    from hal.resolve import Resolver
+    from hal.spec import BackendSpec
+
+    (tmp_path / "t.yaml").write_text(HEAD + f"- {json.dumps(ENTRY)}\n")
+    (tmp_path / "mine.yaml").write_text("name: mine\nbackends: reference\ntuning: t.yaml\n")
+    backend = hal.get_backend(config=tmp_path / "mine.yaml")
+    resolver = Resolver(backend.config, backend._resolver.registry)
+    spec = BackendSpec("triton", 1, {}, tuning="hal.backends.triton_tuning:apply")
+    asked: list[Tuning] = []
+
+    def refuse(tuning: Tuning) -> None:
+        asked.append(tuning)
+        raise ValueError("not on this card")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_tuning, "apply", refuse)
+        for _ in range(2):
+            with pytest.raises(PluginError, match=r"'triton' refused the tuning of .*mine.yaml.*not on this card"):
+                resolver._tune(spec)
+    assert len(asked) == 2
+    monkeypatch.setattr(triton_tuning, "apply", asked.append)
+    for _ in range(2):
+        resolver._tune(spec)
+    assert len(asked) == 3, "what a backend has taken is not handed to it again"
+
+
+@pytest.mark.parametrize(("model", "config"), [("ProductModel", "GemmConfig"), ("SlotModel", "SlotConfig")])
+def test_files_have_the_options_of_the_kernels(model: str, config: str) -> None:
+    from hal import tuning_file
+    from hal.kernels import moe_configs
+
+    in_files = {name: "required" if f.is_required() else f.default for name, f in getattr(tuning_file, model).model_fields.items()}
+    of_kernels = {f.name: "required" if f.default is dataclasses.MISSING else f.default for f in dataclasses.fields(getattr(moe_configs, config))}
+    assert in_files == of_kernels
+
+
+def test_the_tuner_is_what_the_command_expects() -> None:
+    from hal.backends import triton_tuning
+
+    tuner: Tuner = triton_tuning  # for mypy
+    wanted = {name: member for name, member in vars(Tuner).items() if inspect.isfunction(member) and not name.startswith("_")}
+    assert set(wanted) == {"served", "candidates", "fixed", "entry_of", "layer"}
+    for name, member in wanted.items():
+        assert list(inspect.signature(getattr(tuner, name)).parameters) == list(inspect.signature(member).parameters)[1:], name
+    assert tuner.Experts(6, 32, 48, 2, 4, True) == triton_tuning.experts_of(tuning_of(ENTRY).fused_moe[0])
 
 
 def test_round_trip(tmp_path: Path) -> None:

@@ -14,7 +14,10 @@ from torch import Tensor
 from hal.bench.rows import Row
 from hal.errors import HalError
 
-__all__ = ["DeviceLost", "alive", "guarded", "made_with_fewer_sets", "relative", "sentence"]
+__all__ = ["PEER_TOLERANCE", "DeviceLost", "alive", "guarded", "made_with_fewer_sets", "relative", "sentence"]
+
+#: A peer's result may differ from ours by that much of the largest value; each rounds in its own order.
+PEER_TOLERANCE = 2e-2
 
 R = TypeVar("R", bound=Row[Any])
 M = TypeVar("M")

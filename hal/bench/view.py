@@ -18,7 +18,7 @@ from hal.bench.host import HostRow
 from hal.bench.result import Result
 from hal.bench.rows import PeerTime, Row
 
-__all__ = ["View", "best_cells", "host_line", "line_of_peers", "markdown", "number", "ours", "peer_cells", "render"]
+__all__ = ["View", "best_cells", "host_line", "line_of_peers", "markdown", "megabytes", "number", "ours", "peer_cells", "render"]
 
 R = TypeVar("R", bound=Row[Any])
 
@@ -38,6 +38,12 @@ class View(Generic[R]):
     head: Callable[[Sequence[R], tuple[str, ...]], tuple[str, ...]]
     cells: Callable[[R, Sequence[R], tuple[str, ...]], tuple[str, ...]]
     notes: Callable[[Any], list[str]]
+
+
+def megabytes(size: float) -> str:
+    """A number of bytes in MB, as a cell."""
+    mb = size / 1e6
+    return f"{mb:.1f}" if mb < 20 else f"{mb:.0f}"
 
 
 @dataclass(frozen=True)

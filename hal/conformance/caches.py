@@ -11,7 +11,7 @@ from torch import Tensor
 from hal.conformance.quantised import nearest_codes
 from hal.ops.layouts import cache_shapes
 
-__all__ = ["STORAGES", "CachePair", "blank_cache", "make_caches", "poison_value", "put"]
+__all__ = ["STORAGES", "CachePair", "blank_cache", "filled", "make_caches", "poison_value", "put"]
 
 #: How the caches lie in memory: compact; K and V in one buffer [pages, 2, ...]; extra rows behind each page; axes
 #: stored in another order; a slice of a stack of layers; only V padded, so that K and V strides differ; extra elements behind

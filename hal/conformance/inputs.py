@@ -16,7 +16,7 @@ from hal.conformance.quantised import QMAX, nearest_codes
 from hal.ops.checks import QUANTISED
 from hal.ops.layouts import CacheFacts, token_scale_shape
 
-__all__ = ["Built", "Paged", "build_decode", "build_prefill", "strided_slice"]
+__all__ = ["HUGE_ID", "Built", "Paged", "build_decode", "build_prefill", "strided_slice"]
 
 HUGE_ID = 2**30
 

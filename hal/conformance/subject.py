@@ -22,7 +22,7 @@ from hal.errors import ResolutionError
 from hal.ops import OPS
 from hal.report import Report
 
-__all__ = ["Subject"]
+__all__ = ["WRITTEN", "Subject"]
 
 _ROUTED = ("weights", "ids")
 #: Arguments that an op writes, in the order of its results; `out` alone where it is not listed.

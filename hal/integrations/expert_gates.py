@@ -23,7 +23,7 @@ __all__ = ["EAGER", "gate_options"]
 EAGER = "Load the model with experts_implementation='eager'."
 #: Activation -> the op of a backend that defines it, over rows of all gates and then all ups.
 _OPS: dict[str, Callable[..., Tensor]] = {
-    "silu": lambda backend, x: backend.silu_and_mul(x),
+    "silu": lambda backend, x, **numbers: backend.silu_and_mul(x, **numbers),
     "gelu": lambda backend, x: backend.gelu_and_mul(x),
     "gelu_tanh": lambda backend, x: backend.gelu_and_mul(x, approximate="tanh"),
     "swiglu_oai": lambda backend, x, **numbers: backend.swiglu_oai_and_mul(x, gate_up="concat", **numbers),
@@ -97,9 +97,6 @@ def _stated(module: torch.nn.Module, names: tuple[str, ...]) -> float | None:
 
 
 def _expected(backend: Backend, activation: str, gate: Tensor, up: Tensor, numbers: dict[str, float]) -> Tensor:
-    if activation == "silu" and numbers:  # no op of its own: `fused_moe` clamps, then applies silu
-        limit = numbers["limit"]
-        gate, up, numbers = gate.clamp(max=limit), up.clamp(-limit, limit), {}
     return _OPS[activation](backend, torch.cat([gate, up], 1), **numbers)
 
 

@@ -15,8 +15,10 @@ import hal
 from hal.errors import ArgumentError
 from hal.integrations.expert_gates import EAGER, gate_options
 
-__all__ = ["expert_modules", "experts"]
+__all__ = ["NAME", "expert_modules", "experts"]
 
+#: Name of our implementations among those of transformers.
+NAME = "hal"
 #: Attribute of an experts module: options of `fused_moe` that its first call found.
 _OPTIONS = "hal_options"
 #: Attributes that transformers' decorator sets; modules without them never ask for an implementation.

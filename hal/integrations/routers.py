@@ -15,11 +15,10 @@ from torch.nn.functional import linear
 
 import hal
 from hal.errors import ArgumentError
-from hal.integrations.experts import expert_modules
+from hal.integrations.experts import NAME, expert_modules
 
 __all__ = ["serve_routers"]
 
-_NAME = "hal"
 #: Tensors that a router may have; any other could move its choice by less than the comparison sees.
 _TENSORS = ("weight", "bias")
 #: Scales of the rows of made-up logits, whose softmax neither ties nor underflows in fp32.
@@ -42,7 +41,7 @@ def serve_routers(model: torch.nn.Module) -> list[str]:
     Raises:
         ArgumentError: the experts are not served by `hal`, or a router does something else. Then none is replaced.
     """
-    others = {implementation for module in expert_modules(model) if (implementation := _implementation(module)) != _NAME}
+    others = {implementation for module in expert_modules(model) if (implementation := _implementation(module)) != NAME}
     if others or not expert_modules(model):
         found = f"has experts by {', '.join(map(repr, sorted(others)))}" if others else "has no experts that an implementation can be chosen for"
         raise ArgumentError("serve_routers", "model", found, "experts by 'hal'", "Load it with experts_implementation=register().")

@@ -25,7 +25,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 import hal
 from hal.errors import ArgumentError
-from hal.integrations.experts import experts
+from hal.integrations.experts import NAME, experts
 from hal.integrations.mask_patterns import PADDED, WINDOW, padding_mask
 from hal.integrations.paged_cache import HANDED_OVER, PagedCache
 from hal.integrations.routers import serve_routers
@@ -33,7 +33,6 @@ from hal.integrations.steps import pack
 
 __all__ = ["PagedCache", "attention", "experts", "register", "serve_routers"]
 
-_NAME = "hal"
 _PACKING = "hal_packing"
 #: Keywords of attention functions that change the result in ways that the ops here do not know.
 _REFUSED = frozenset({"position_bias", "head_mask", "cu_seq_lens_q", "cu_seq_lens_k", "output_attentions", "indices"})
@@ -41,10 +40,10 @@ _REFUSED = frozenset({"position_bias", "head_mask", "cu_seq_lens_q", "cu_seq_len
 
 def register() -> str:
     """Register attention, mask and experts with transformers; return their name for `attn_implementation` and `experts_implementation`."""
-    AttentionInterface.register(_NAME, attention)
-    AttentionMaskInterface.register(_NAME, padding_mask)
-    ExpertsInterface.register(_NAME, experts)
-    return _NAME
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, padding_mask)
+    ExpertsInterface.register(NAME, experts)
+    return NAME
 
 
 def attention(

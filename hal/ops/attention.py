@@ -20,7 +20,7 @@ from hal.ops.op import Op
 from hal.ops.plan import DecodePlan
 from hal.ops.signature import facts, number, scale_facts, types
 
-__all__ = ["FLASH_DECODE", "FLASH_PREFILL", "MERGE_STATES", "PLAN_DECODE"]
+__all__ = ["FLASH_DECODE", "FLASH_PREFILL", "MERGE_STATES", "PLAN_DECODE", "FlashDecode", "FlashPrefill", "MergeStates", "PlanDecode"]
 
 
 _INDEX = torch.int32

@@ -12,7 +12,19 @@ from hal.ops.layouts import CacheFacts, check_caches, check_scale, token_scale_s
 from hal.ops.op import Arguments, TensorMeta
 from hal.ops.plan import DecodePlan, PlanFacts
 
-__all__ = ["AttentionCall", "MergeCall", "PlanCall"]
+__all__ = [
+    "AttentionCall",
+    "MergeCall",
+    "PlanCall",
+    "check_flash_decode",
+    "check_flash_prefill",
+    "check_merge_states",
+    "check_plan_decode",
+    "meta_flash_decode",
+    "meta_flash_prefill",
+    "meta_merge_states",
+    "meta_plan_decode",
+]
 
 _INDEX = (torch.int32,)
 _SCALE_DTYPES = (torch.float32,)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hal.errors import ArgumentError
 
-__all__ = ["FLOATS", "QUANTISED", "Checker"]
+__all__ = ["FLOAT32_MAX", "FLOATS", "QUANTISED", "Checker", "names"]
 
 #: dtypes of queries, activations and unquantised caches.
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)

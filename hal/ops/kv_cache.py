@@ -15,7 +15,7 @@ from hal.ops.layouts import check_caches, check_scale, token_scale_shape
 from hal.ops.op import Arguments, Op, TensorMeta
 from hal.ops.signature import scale_facts
 
-__all__ = ["WRITE_KV", "WriteKVCall"]
+__all__ = ["WRITE_KV", "WriteKV", "WriteKVCall"]
 
 
 class WriteKV(Protocol):

@@ -18,8 +18,20 @@ from hal.ops.moe_checks import GATE_UP
 from hal.ops.op import Arguments, Op, TensorMeta
 from hal.ops.signature import facts
 
-__all__ = ["GELU_AND_MUL", "SILU_AND_MUL", "SWIGLU_OAI_AND_MUL", "ActivationCall"]
+__all__ = [
+    "GELU_AND_MUL",
+    "OAI_ALPHA",
+    "OAI_LIMIT",
+    "SILU_AND_MUL",
+    "SWIGLU_OAI_AND_MUL",
+    "ActivationCall",
+    "GeluAndMul",
+    "SiluAndMul",
+    "SwigluOaiAndMul",
+]
 
+#: Slope and clamp of gpt-oss: the numbers of swiglu_oai where a caller gives none.
+OAI_ALPHA, OAI_LIMIT = 1.702, 7.0
 #: How GELU is computed: by the error function, or by its tanh approximation.
 _APPROXIMATIONS = ("none", "tanh")
 
@@ -69,7 +81,9 @@ class GeluAndMul(Protocol):
 class SwigluOaiAndMul(Protocol):
     """Type of `backend.swiglu_oai_and_mul`."""
 
-    def __call__(self, x: Tensor, *, alpha: float = 1.702, limit: float = 7.0, gate_up: str = "interleaved", out: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, *, alpha: float = OAI_ALPHA, limit: float = OAI_LIMIT, gate_up: str = "interleaved", out: Tensor | None = None
+    ) -> Tensor:
         """Return `g * sigmoid(alpha * g) * (u + 1)` with `g = min(gate, limit)` and `u = clamp(up, -limit, limit)`, as in gpt-oss.
 
         Args:
@@ -97,7 +111,7 @@ def _gelu_and_mul_signature(x, *, approximate="none", gate_up="concat", out=None
     return (x.shape, x.stride(), x.dtype, x.device, approximate, gate_up, facts(out), x.requires_grad and torch.is_grad_enabled())
 
 
-def _swiglu_oai_and_mul_signature(x, *, alpha=1.702, limit=7.0, gate_up="interleaved", out=None):
+def _swiglu_oai_and_mul_signature(x, *, alpha=OAI_ALPHA, limit=OAI_LIMIT, gate_up="interleaved", out=None):
     return (
         x.shape, x.stride(), x.dtype, x.device, alpha, alpha.__class__, limit, limit.__class__, gate_up, facts(out),
         x.requires_grad and torch.is_grad_enabled(),

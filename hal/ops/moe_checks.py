@@ -12,7 +12,25 @@ from hal.ops.checks import FLOATS, Checker
 from hal.ops.op import Arguments
 from hal.ops.signature import facts, types
 
-__all__ = ["BLOCK", "EXPERT_QUANTISED", "GATE_UP", "MoeIndex", "scale_kind"]
+__all__ = [
+    "BLOCK",
+    "EXPERT_QUANTISED",
+    "GATE_UP",
+    "MoeIndex",
+    "check_activation_scales",
+    "check_bias",
+    "check_expert_weight",
+    "check_ids",
+    "check_index",
+    "check_placement",
+    "check_weight_scales",
+    "index_facts",
+    "output_dtypes",
+    "pair_facts",
+    "range_facts",
+    "result_dtype",
+    "scale_kind",
+]
 
 _INDEX = (torch.int32,)
 _FP32 = (torch.float32,)

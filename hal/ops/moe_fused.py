@@ -19,7 +19,7 @@ from hal.ops.checks import FLOATS, Checker
 from hal.ops.op import Arguments, Op, TensorMeta
 from hal.ops.signature import facts, types
 
-__all__ = ["ACTIVATIONS", "FUSED_MOE", "FusedMoeCall"]
+__all__ = ["ACTIVATIONS", "FUSED_MOE", "FusedMoe", "FusedMoeCall"]
 
 #: The gated activations, and of each the optional numbers it takes.
 ACTIVATIONS = {"silu": ("limit",), "gelu": (), "gelu_tanh": (), "swiglu_oai": ("alpha", "limit")}

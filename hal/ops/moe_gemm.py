@@ -18,7 +18,7 @@ from hal.ops.checks import FLOATS, Checker
 from hal.ops.op import Arguments, Op, TensorMeta
 from hal.ops.signature import facts
 
-__all__ = ["GROUP_GEMM", "GroupGemmCall"]
+__all__ = ["GROUP_GEMM", "GroupGemm", "GroupGemmCall"]
 
 
 class GroupGemm(Protocol):

@@ -18,7 +18,7 @@ from hal.ops.moe_checks import MoeIndex, check_ids, check_index, check_placement
 from hal.ops.op import Arguments, Op, TensorMeta
 from hal.ops.signature import facts, number, types
 
-__all__ = ["MOE_COMBINE", "MOE_EXPAND", "MOE_INDEX", "MoeIndexCall", "MoeRowsCall"]
+__all__ = ["MOE_COMBINE", "MOE_EXPAND", "MOE_INDEX", "MoeCombine", "MoeExpand", "MoeIndexCall", "MoeIndexOp", "MoeRowsCall"]
 
 #: Largest element that `moe_expand` copies.
 _MOST_BYTES = 8

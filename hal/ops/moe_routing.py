@@ -17,7 +17,7 @@ from hal.ops.checks import FLOATS, Checker
 from hal.ops.op import Arguments, Op, TensorMeta
 from hal.ops.signature import facts, number, types
 
-__all__ = ["GROUP_SCORES", "ROUTE", "SCORINGS", "TOPK_SOFTMAX", "RouteCall"]
+__all__ = ["GROUP_SCORES", "ROUTE", "SCORINGS", "TOPK_SOFTMAX", "Route", "RouteCall", "TopkSoftmax"]
 
 #: How logits become scores.
 SCORINGS = ("softmax", "sigmoid")

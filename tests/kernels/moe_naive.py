@@ -12,6 +12,8 @@ from torch import Tensor
 from tests.kernels.naive import NAN, TOLERANCE
 
 GARBAGE = (-1, -(2**31), 2**31 - 1)
+#: Keywords that the launcher has no defaults for.
+PLAIN: dict[str, Any] = {"activation": "silu", "gate_up": "concat", "alpha": 1.702, "limit": None}
 
 
 @dataclass
@@ -31,7 +33,7 @@ class Experts:
 
         out = torch.full_like(self.x, NAN)
         poison()
-        fused_moe(self.x, self.w_gate_up, self.w_down, self.weights, self.ids, out, **({"activation": "silu", "gate_up": "concat"} | self.options))
+        fused_moe(self.x, self.w_gate_up, self.w_down, self.weights, self.ids, out, **(PLAIN | self.options))
         return out
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tests.kernels.moe_naive import act, local_ids, poison, split_gate_up
+from tests.kernels.moe_naive import PLAIN, act, local_ids, poison, split_gate_up
 from tests.kernels.naive import NAN
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -135,7 +135,7 @@ class Quantised:
 
         out = torch.full(self.x.shape, NAN, dtype=self.out_dtype, device=self.x.device)
         poison()
-        fused_moe(self.x, self.w_gate_up, self.w_down, self.weights, self.ids, out, **({"activation": "silu", "gate_up": "concat"} | self.options))
+        fused_moe(self.x, self.w_gate_up, self.w_down, self.weights, self.ids, out, **(PLAIN | self.options))
         return out
 
     def expected(self) -> Tensor:

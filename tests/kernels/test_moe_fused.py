@@ -50,7 +50,7 @@ def test_sizes_that_no_tile_divides(device: torch.device, path: dict[str, Any], 
 
     fused_moe(
         problem.x, problem.w_gate_up, problem.w_down, problem.weights, problem.ids, room[:, :hidden],
-        activation="silu", gate_up="concat", **problem.options,
+        activation="silu", gate_up="concat", alpha=1.0, limit=None, **problem.options,
     )  # fmt: skip
     assert_close(room[:, :hidden], expected(problem), F32)
     assert torch.isnan(room[:, hidden:]).all(), "columns beyond a row were written"

@@ -169,7 +169,7 @@ def try_way(device: torch.device, way: int, dtype: torch.dtype, kind: str, gate_
     call, wanted = product(device, dtype, kind, n=n, k=k, biased=True, sizes=sizes)
     activation = None
     if gate_up:
-        activation = Activation("silu", gate_up == "interleaved")
+        activation = Activation("silu", gate_up == "interleaved", 1.0, None)
         wanted = act("silu", *split_gate_up(wanted, gate_up))
     rows = call["x"].shape[0]
     tiles = list_tiles(call["expert_sizes"], rows, block_m)
@@ -204,7 +204,7 @@ def test_a_tile_leaves_quantised(device: torch.device, gate_up: str, swap: bool,
     tiles = list_tiles(call["expert_sizes"], rows, block_m)
     grouped_product(
         call["x"], call["weight"], result.codes, tiles, most_tiles(rows, 3, block_m), block_m, GemmConfig(256, 128, 4, 2, swap=swap),
-        activation=Activation("silu", gate_up == "interleaved"), scales=Scales(call["x_scales"], call["w_scales"], result.scales),
+        activation=Activation("silu", gate_up == "interleaved", 1.0, None), scales=Scales(call["x_scales"], call["w_scales"], result.scales),
     )  # fmt: skip
     codes, scales = rounded(wanted.float(), INT8, True)
     got, got_scales = result.codes[:21].cpu(), result.scales[:21].cpu()

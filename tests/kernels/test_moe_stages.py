@@ -98,7 +98,7 @@ def test_every_way_gives_the_same(device: torch.device, way: int, layout: str, g
         x, weight, on_device, bias, wanted = product(device, sizes, 60, n, k, F16, layout, bias=True)
         activation = None
         if gate_up:
-            activation = Activation("silu", gate_up == "interleaved")
+            activation = Activation("silu", gate_up == "interleaved", 1.0, None)
             wanted = act("silu", *split_gate_up(wanted, gate_up))
         tiles = list_tiles(on_device, 60, block_m)
         out = torch.full((60, wanted.shape[1]), NAN, dtype=F16, device=device)
@@ -130,12 +130,12 @@ def test_activations_of_extremes(device: torch.device) -> None:
     x = torch.cat([gate, torch.ones(7)])[None].to(device)
     for activation in ("silu", "gelu", "gelu_tanh", "swiglu_oai"):
         out = torch.full((1, 7), NAN, device=device)
-        gated(x, out, activation=activation, gate_up="concat", alpha=1.702)
+        gated(x, out, activation=activation, gate_up="concat", alpha=1.702, limit=None)
         assert_close(out, act(activation, gate.double()[None], torch.ones(1, 7, dtype=torch.float64)), F32)
     x[0, 3] = NAN
-    gated(x, out, activation="silu", gate_up="concat", limit=7.0)
+    gated(x, out, activation="silu", gate_up="concat", alpha=1.0, limit=7.0)
     assert torch.isnan(out).cpu().tolist() == [[False] * 3 + [True] + [False] * 3], "a clamp must not hide NaN"
-    gated(x[:0], out[:0], activation="silu", gate_up="concat")
+    gated(x[:0], out[:0], activation="silu", gate_up="concat", alpha=1.0, limit=None)
 
 
 def places_of(tokens: int, top_k: int, rows: int) -> Tensor:

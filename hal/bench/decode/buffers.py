@@ -11,7 +11,7 @@ from torch import Tensor
 from hal.bench.decode.cases import DecodeCase
 from hal.bench.fill import DTYPES, fill_random
 
-__all__ = ["Buffers"]
+__all__ = ["K_SCALE", "Q_SCALE", "V_SCALE", "Buffers"]
 
 #: Scales of an e4m3 case: q of the 8-bit peers, K, V.
 Q_SCALE, K_SCALE, V_SCALE = 0.02, 0.015, 0.025

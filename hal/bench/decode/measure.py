@@ -16,16 +16,14 @@ from hal.bench.decode.host import scratch_bytes
 from hal.bench.decode.peers import Peers
 from hal.bench.decode.rows import DecodeRow
 from hal.bench.fill import DTYPES, sets_needed
-from hal.bench.guard import alive, guarded, made_with_fewer_sets, relative, sentence
+from hal.bench.guard import PEER_TOLERANCE, alive, guarded, made_with_fewer_sets, relative, sentence
 from hal.bench.rows import PeerTime
 from hal.bench.timer import graph_us, last_index
 from hal.errors import ResolutionError
 
 __all__ = ["measure_case"]
 
-#: A peer's result may differ from ours by that much of the largest value; each rounds in its own order, and peers that
-#: compute in fp8 round the weights to 4 bits as well.
-_PEER_TOLERANCE = 2e-2
+#: In the place of PEER_TOLERANCE: peers that compute in fp8 round the weights to 4 bits as well.
 _FP8_PEER_TOLERANCE = 5e-2
 #: Peers' own buffers of all sets may take that part of the free memory.
 _MEMORY_SHARE = 0.7
@@ -121,7 +119,7 @@ def _timed(
 
 
 def _peer_tolerance(buffers: Buffers) -> float:
-    return _FP8_PEER_TOLERANCE if buffers.case.kv_dtype == "e4m3" else _PEER_TOLERANCE
+    return _FP8_PEER_TOLERANCE if buffers.case.kv_dtype == "e4m3" else PEER_TOLERANCE
 
 
 def _result(returned: Any, out: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hal.bench.decode.host import Scratch
 from hal.bench.decode.result import DecodeResult
 from hal.bench.decode.rows import DecodeRow
-from hal.bench.view import View, best_cells, line_of_peers, number, ours, peer_cells
+from hal.bench.view import View, best_cells, line_of_peers, megabytes, number, ours, peer_cells
 
 __all__ = ["VIEW", "line"]
 
@@ -29,7 +29,7 @@ _HEAD = ("case", "KV MB", "floor us", "ours us", "no plan us", "GB/s", "of read"
 
 def line(row: DecodeRow) -> str:
     """One line for a row as it comes."""
-    head = f"{row.case.group:9} {row.case.name:34} {_mb(row):>7} MB"
+    head = f"{row.case.group:9} {row.case.name:34} {megabytes(row.case.kv_bytes):>7} MB"
     if row.us is None:
         return f"{head}  FAILED  {row.problem}"
     plain = "" if row.plan_us is None or row.no_plan_us is None else f" (no plan {row.no_plan_us:.1f})"
@@ -42,7 +42,7 @@ def _head(rows: Sequence[DecodeRow], peers: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _cells(row: DecodeRow, rows: Sequence[DecodeRow], peers: tuple[str, ...]) -> tuple[str, ...]:
-    cells = [row.case.name, _mb(row), f"{row.floor_us:.1f}", ours(row), number(row.no_plan_us)]
+    cells = [row.case.name, megabytes(row.case.kv_bytes), f"{row.floor_us:.1f}", ours(row), number(row.no_plan_us)]
     cells += [number(row.gbps, 0), number(row.of_read, 3), number(row.of_floor, 3)]
     if any(other.case.base for other in rows):
         base = next((other for other in rows if other.case.name == row.case.base), None)
@@ -62,11 +62,6 @@ def _notes(result: DecodeResult) -> list[str]:
 def _scratch(scratch: Scratch) -> str:
     after, before, largest = (f"{size / 2**20:.1f} MiB" for size in (scratch.after, scratch.before, scratch.largest))
     return f"Scratch: {after} after {scratch.calls} calls, {before} before; largest buffer {largest}."
-
-
-def _mb(row: DecodeRow) -> str:
-    mb = row.case.kv_bytes / 1e6
-    return f"{mb:.1f}" if mb < 20 else f"{mb:.0f}"
 
 
 VIEW = View(TITLES, _head, _cells, _notes)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hal.bench.ceilings import Ceilings
 from hal.bench.fill import sets_needed
-from hal.bench.guard import alive, guarded, made_with_fewer_sets, sentence
+from hal.bench.guard import PEER_TOLERANCE, alive, guarded, made_with_fewer_sets, sentence
 from hal.bench.moe.cases import ExpertsCase, MoeCase, RoutingCase
 from hal.bench.moe.experts import ExpertsWork
 from hal.bench.moe.peers import MoePeers
@@ -25,8 +25,6 @@ from hal.report import Report
 
 __all__ = ["measure_case", "peak_bytes"]
 
-#: A peer's result may differ from ours by that much of the largest value; each rounds in its own order.
-_PEER_TOLERANCE = 2e-2
 _WORK: dict[type, Callable[[Any, int, torch.device], Work]] = {ExpertsCase: ExpertsWork.make, RoutingCase: RoutingWork.make}
 
 
@@ -121,12 +119,12 @@ def _measure_peers(row: MoeRow, work: Work, peers: MoePeers | None, expected: di
 def _measure_peer(maker: Maker, work: Work, expected: dict[int, Any], device: torch.device) -> PeerTime:
     last = last_index(work.sets)
     error = work.difference(_tensors(maker(last)()), expected[last])
-    if not error <= _PEER_TOLERANCE:
+    if not error <= PEER_TOLERANCE:
         what = "is not finite" if error == float("inf") else f"differs from ours by {error:.1e} of the largest value"
         return PeerTime(None, error, f"wrong: its result {what}")
     us, returned = device_us(device)([maker(index) for index in range(work.sets)], before_last=spoil)
     again = work.difference(_tensors(returned), expected[last])
-    if not again <= _PEER_TOLERANCE:
+    if not again <= PEER_TOLERANCE:
         return PeerTime(None, again, f"wrong when it was repeated: differs by {again:.1e} of the largest value")
     return PeerTime(us, error)
 

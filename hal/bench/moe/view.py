@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from hal.bench.moe.result import MoeResult
 from hal.bench.moe.rows import MoeRow
-from hal.bench.view import View, best_cells, line_of_peers, number, ours, peer_cells
+from hal.bench.view import View, best_cells, line_of_peers, megabytes, number, ours, peer_cells
 
 __all__ = ["VIEW", "line"]
 
@@ -19,7 +19,7 @@ TITLES = {
 #: Heading -> cell, of rows of the expert layer.
 _EXPERTS: dict[str, Callable[[MoeRow], str]] = {
     "touched": lambda row: number(row.touched, 0),
-    "MB": lambda row: _mb(row),
+    "MB": lambda row: megabytes(row.bytes_read),
     "floor us": lambda row: number(row.floor_us),
     "bound": lambda row: "flops" if row.compute_us > row.memory_us else "memory",
     "ours us": ours,
@@ -60,11 +60,6 @@ def _cells(row: MoeRow, rows: Sequence[MoeRow], peers: tuple[str, ...]) -> tuple
 def _notes(result: MoeResult) -> list[str]:
     servers = sorted({f"{row.case.group}: {row.served_by}" for row in result.rows if row.served_by and not row.skipped})
     return [f"Served by: {', '.join(servers)}."] if servers else []
-
-
-def _mb(row: MoeRow) -> str:
-    mb = row.bytes_read / 1e6
-    return f"{mb:.1f}" if mb < 20 else f"{mb:.0f}"
 
 
 VIEW = View(TITLES, _head, _cells, _notes)
