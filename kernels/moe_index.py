@@ -26,7 +26,7 @@ from hal.kernels.moe_tiles import WRITERS, bins, list_tiles, most_tiles, write_l
 from hal.kernels.scratch import current_device, scratch
 from hal.kernels.tuning import supports_pdl
 
-__all__ = ["FEW_SLOTS", "TINY_SLOTS", "Routing", "index_slots", "list_tiles", "local_expert", "moe_index", "most_tiles"]
+__all__ = ["FEW_SLOTS", "TINY_SLOTS", "Routing", "index_slots", "list_tiles", "local_expert", "moe_index", "most_tiles", "sorted_index"]
 
 #: Most slots that one program sorts, by the kernel's variant.
 TINY_SLOTS = (32, 128)
@@ -38,6 +38,8 @@ _MOST_EXPERTS = 1 << 18
 #: Where slots are many: slots whose ranks one program finds, experts and blocks of one step of the prefix sums, slots that one program places.
 _BLOCK, _COLUMNS, _BLOCKS, _PLACED = 128, 8, 512, 512
 _FILL = 512
+#: Elements between whose multiples a list begins: an address of another alignment would be another variant of a kernel.
+_ALIGNED = 32
 
 
 def index_slots(routing: Routing, sorted_slots: Tensor, places: Tensor, sizes: Tensor | None, tiles: Tensor | None, block_m: int = 16) -> None:
@@ -84,6 +86,26 @@ def index_slots(routing: Routing, sorted_slots: Tensor, places: Tensor, sizes: T
             sorted_slots, places, tiles, bound, writers, ranks, counts, sizes, columns, slots, experts,
             bins(experts), block_m, _PLACED, _BLOCK, _FILL, pdl, num_warps=8, **options,
         )  # fmt: skip
+
+
+def sorted_index(routing: Routing, block_m: int) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Sort the slots into scratch memory.
+
+    Args:
+        routing: what the ids mean.
+        block_m: rows of a tile.
+
+    Returns:
+        (sorted_slots, places, tiles, bound): the lists of `index_slots`, and the most tiles that the list of tiles can hold.
+    """
+    slots, device = routing.slots, routing.ids.device
+    bound = most_tiles(slots, routing.local, block_m)
+    second = -(-slots // _ALIGNED) * _ALIGNED
+    lists = scratch("moe_index", second + slots, torch.int32, device)
+    sorted_slots, places = lists[:slots], lists[second : second + slots]
+    tiles = scratch("moe_tiles", 4 + 4 * bound, torch.int32, device)
+    index_slots(routing, sorted_slots, places, None, tiles, block_m)
+    return sorted_slots, places, tiles, bound
 
 
 def moe_index(routing: Routing, dst_to_src: Tensor, src_to_dst: Tensor, expert_sizes: Tensor) -> None:
