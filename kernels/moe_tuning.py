@@ -29,6 +29,7 @@ __all__ = [
     "SlotConfig",
     "SlotPath",
     "expert_config",
+    "few_tokens",
     "fitted",
     "moe_config",
     "multiprocessors",
@@ -162,6 +163,19 @@ def moe_config(device: torch.device, element_bytes: int, rows: int, experts: int
     return _by_rows(device, element_bytes, rows / max(1, min(experts, rows)))
 
 
+def few_tokens(tokens: int, top_k: int, experts: int) -> bool:
+    """Whether the kernels for few tokens are the better ones: slots are few, and seldom share an expert.
+
+    Args:
+        tokens: T.
+        top_k: k.
+        experts: E.
+    """
+    # Expected share of slots whose expert an earlier slot has; choices of one token differ.
+    shared = (tokens - 1) * top_k / (2 * max(1, experts))
+    return tokens <= _SLOT_TOKENS and top_k <= _SLOT_CHOICES and shared <= _SLOT_SHARED
+
+
 def slot_path(tokens: int, top_k: int, experts: int, element_bytes: int, k_inner: bool, inner: int) -> SlotPath | None:
     """Configs of the kernels for few tokens, None where the sorted path is better.
 
@@ -173,10 +187,7 @@ def slot_path(tokens: int, top_k: int, experts: int, element_bytes: int, k_inner
         k_inner: K is the contiguous dimension of the weights.
         inner: I.
     """
-    if tokens > _SLOT_TOKENS or top_k > _SLOT_CHOICES:
-        return None
-    # Expected share of slots whose expert an earlier slot has; choices of one token differ.
-    if (tokens - 1) * top_k / (2 * max(1, experts)) > _SLOT_SHARED:
+    if not few_tokens(tokens, top_k, experts):
         return None
     table = SLOT_CONFIGS[element_bytes, k_inner]
     return next((path for most, path in table if inner <= most), table[-1][1])
