@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hal.kernels.compile_case import TYPE_NAMES, CompileCase, pointer, refusals
+from hal.kernels.compile_case import EVERYWHERE, FLOATS, TYPE_NAMES, CompileCase, pointer, refusals
 from hal.kernels.moe_activation import ACTIVATIONS, activation_kernel
 from hal.kernels.moe_combine import combine_kernel, expand_kernel
 from hal.kernels.moe_configs import GemmConfig, MoeConfig, SlotConfig, SlotPath
@@ -23,10 +23,8 @@ from hal.kernels.moe_tuning import EXPERT_CONFIGS, SLOT_CONFIGS, fitted
 
 __all__ = ["compile_cases"]
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-#: (takes part in programmatic dependent launch, targets).
-_EVERYWHERE = ((True, ("sm_90",)), (False, ("sm_80", "gfx942")))
-_TARGETS = {"hopper": ((True, ("sm_90",)),), "other": ((True, ("sm_90",)), (False, ("sm_80", "gfx942")))}
+#: Kind of device -> (takes part in programmatic dependent launch, targets).
+_TARGETS = {"hopper": EVERYWHERE[:1], "other": EVERYWHERE}
 #: Arguments of `local_expert`, with a map and a number of valid tokens or without.
 _ROUTING = {"ids_ptr": "*i32:16"} | dict.fromkeys(("slots", "top_k", "num_experts", "start", "local"), "i32")
 _OPTIONAL = {"map_ptr": "*i32:16", "valid_ptr": "*i32:16", "stride_it": "i32"}
@@ -71,7 +69,7 @@ def _index(experts: int, everything: bool) -> list[CompileCase]:
     return [
         CompileCase(f"moe_index/{name}/{tag}", kernel, types, constants | {"PDL": pdl}, warps, 1, no_spills=True, targets=targets)
         for name, kernel, types, constants, warps in cases
-        for pdl, targets in _EVERYWHERE
+        for pdl, targets in EVERYWHERE
     ]
 
 
@@ -185,7 +183,7 @@ def _quantise() -> list[CompileCase]:
     """The rounding of rows: of those of a whole width, and of groups."""
     cases = []
     for codes in QMAX:
-        for source in _FLOATS:
+        for source in FLOATS:
             for tag, height, block, warps in (("rows", 1, 2048, 4), ("groups", 16, GROUP, 4)):
                 types = {"x_ptr": pointer(source), "codes_ptr": pointer(codes), "scales_ptr": "*fp32:16", "valid_ptr": "*i32:16"}
                 types |= dict.fromkeys(("rows", "groups", "stride_sm"), "i32")
@@ -197,7 +195,7 @@ def _quantise() -> list[CompileCase]:
                         name, quantise_kernel, types, constants | {"PDL": pdl}, warps, 1, refused=refusals(codes)[0], targets=targets,
                         no_spills=True,
                     )
-                    for pdl, targets in _EVERYWHERE
+                    for pdl, targets in EVERYWHERE
                 ]  # fmt: skip
     return cases
 
@@ -226,7 +224,7 @@ def _quantised_slots(dtype: torch.dtype, blocks: bool, everything: bool) -> list
         up_types |= optional | {"factors_ptr": "*fp32:16", "limit": "fp32"}
         down_types |= optional
     cases = []
-    for pdl, targets in _EVERYWHERE:
+    for pdl, targets in EVERYWHERE:
         tag = f"{_name(dtype)}-{'block' if blocks else 'row'}{'-all' if everything else ''}"
         for name, kernel, types, config, extra in (
             ("up", quantised_slot_gate_up_kernel, up_types, up, up_absent | {"ACTIVATION": "silu", "INTERLEAVED": everything}),
@@ -260,7 +258,7 @@ def _slots(dtype: torch.dtype, k_inner: bool, up: SlotConfig, down: SlotConfig, 
         up_types |= optional | {"factors_ptr": "*fp32:16", "limit": "fp32"}
         down_types |= optional
     cases = []
-    for pdl, targets in _EVERYWHERE:
+    for pdl, targets in EVERYWHERE:
         first = one | absent | up_absent | {"ACTIVATION": "swiglu_oai" if everything else "silu", "INTERLEAVED": everything}
         first |= {"ROWS": up.rows, "BLOCK_K": up.block_k, "STAGES": up.stages, "PDL": pdl}
         second = one | absent | down_absent | {"TOP_K": 4 if everything else 8, "ROWS": down.rows, "BLOCK_K": down.block_k, "STAGES": down.stages}
@@ -286,7 +284,7 @@ def _rows(dtype: torch.dtype, everything: bool) -> list[CompileCase]:
     if everything:
         act["limit"] = "fp32"
     cases = []
-    for pdl, targets in _EVERYWHERE:
+    for pdl, targets in EVERYWHERE:
         for block, warps in ((1024, 4), (256, 1)):
             tail = {"UNROLL": 8, "BLOCK": block, "PDL": pdl}
             cases.append(CompileCase(f"moe_combine/{tag}/{block}", combine_kernel, combine, absent | tail, warps, 1, targets=targets, no_spills=main))
@@ -305,7 +303,7 @@ def _expand(bits: str) -> list[CompileCase]:
             f"moe_expand/{bits}/{block}", expand_kernel, types, {"UNROLL": 8, "BLOCK": block, "PDL": pdl}, warps, 1,
             targets=targets, no_spills=bits == "i16",
         )
-        for pdl, targets in _EVERYWHERE
+        for pdl, targets in EVERYWHERE
         for block, warps in ((1024, 4), (256, 1))
     ]  # fmt: skip
 
@@ -323,5 +321,5 @@ def compile_cases() -> list[CompileCase]:
             for everything in (False, True):
                 cases += _slots(dtype, k_inner, path.up, path.down, everything)
     cases += [case for bits in ("u8", "i16", "i32", "i64") for case in _expand(bits)]
-    cases += [case for dtype in _FLOATS for everything in (False, True) for case in _rows(dtype, everything)]
+    cases += [case for dtype in FLOATS for everything in (False, True) for case in _rows(dtype, everything)]
     return list({case.name + str(case.targets): case for case in cases}.values())
