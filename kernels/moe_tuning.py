@@ -21,6 +21,7 @@ from hal.kernels.tuning import is_hopper
 
 __all__ = [
     "EXPERT_CONFIGS",
+    "ROW_BLOCKS",
     "SLOT_CONFIGS",
     "Experts",
     "GemmConfig",
@@ -82,6 +83,8 @@ _SLOT_SHARED = 0.08
 #: A measurement serves numbers of tokens up to this factor away.
 _NEAR = 4.0
 _LEAST_N, _LEAST_K = 32, 32
+#: (columns of a program, warps) of kernels that walk over rows: where rows are many, and where they are few.
+ROW_BLOCKS = ((1024, 4), (256, 1))
 #: Name of a device -> what a device config has named for it.
 _USED: dict[str, tuple[Measured, ...]] = {}
 
@@ -194,7 +197,6 @@ def slot_path(tokens: int, top_k: int, experts: int, element_bytes: int, k_inner
 
 
 def row_blocks(device: torch.device, rows: int, columns: int) -> tuple[int, int]:
-    """(columns of a program, warps) of kernels that walk over rows: small blocks where rows are few."""
-    if rows * columns >= 2048 * multiprocessors(device):
-        return 1024, 4
-    return 256, 1
+    """One of `ROW_BLOCKS`: small blocks where rows are few."""
+    many, few = ROW_BLOCKS
+    return many if rows * columns >= 2048 * multiprocessors(device) else few
