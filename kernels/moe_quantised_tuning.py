@@ -7,7 +7,7 @@ twice, so such tiles are half as large; and a tile of 128 activated columns can 
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 
 import torch
 
@@ -64,7 +64,7 @@ def sums(dtype: torch.dtype, blocks: bool) -> str:
     return "blocks" if blocks else "int32" if dtype == torch.int8 else "promoted"
 
 
-@cache
+@lru_cache(maxsize=4096)
 def quantised_config(device: torch.device, dtype: torch.dtype, blocks: bool, slots: int, experts: int) -> MoeConfig:
     """Config of the sorted path.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -113,7 +113,7 @@ def fitted(config: GemmConfig, columns: int, depth: int) -> GemmConfig:
     return replace(config, block_n=n, block_k=k, stages=stages)
 
 
-@cache
+@lru_cache(maxsize=4096)
 def expert_config(device: torch.device, experts: Experts, tokens: int) -> MoeConfig | SlotPath:
     """Config of the sorted path or of the path for few tokens: the nearest measurement, else the model.
 
@@ -153,7 +153,7 @@ def _by_rows(device: torch.device, element_bytes: int, rows: float) -> MoeConfig
     return next((config for most, config in table if rows <= most), table[-1][1])
 
 
-@cache
+@lru_cache(maxsize=4096)
 def moe_config(device: torch.device, element_bytes: int, rows: int, experts: int) -> MoeConfig:
     """Config by the model alone, for `rows` rows of `experts` experts of which no more is known.
 
