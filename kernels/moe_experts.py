@@ -10,11 +10,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hal.kernels.launch import pdl_options
+from hal.kernels.moe_configs import GemmConfig
 from hal.kernels.moe_gemm import moe_gemm_kernel
-from hal.kernels.moe_index import list_tiles, most_tiles
 from hal.kernels.moe_quantise import QMAX, Rows, empty_rows, quantise
 from hal.kernels.moe_quantised_tuning import quantised_config
-from hal.kernels.moe_tuning import GemmConfig, fitted, moe_config, multiprocessors
+from hal.kernels.moe_tiles import list_tiles, most_tiles
+from hal.kernels.moe_tuning import fitted, moe_config, multiprocessors
 from hal.kernels.scratch import current_device
 from hal.kernels.tuning import interpreting, supports_pdl
 

@@ -11,11 +11,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from hal.kernels.moe_combine import moe_combine
+from hal.kernels.moe_configs import Experts, MoeConfig, SlotPath
 from hal.kernels.moe_experts import Activation, Gather, grouped_product
-from hal.kernels.moe_index import Routing, sorted_index
+from hal.kernels.moe_index import sorted_index
 from hal.kernels.moe_quantised import QuantisedExperts, quantised_moe
+from hal.kernels.moe_routing import Routing
 from hal.kernels.moe_slots import slot_down, slot_gate_up
-from hal.kernels.moe_tuning import Experts, MoeConfig, SlotPath, expert_config
+from hal.kernels.moe_tuning import expert_config
 from hal.kernels.scratch import scratch
 
 __all__ = ["fused_moe"]

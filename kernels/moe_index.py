@@ -21,8 +21,8 @@ from torch import Tensor
 
 from hal.kernels.launch import pdl_options
 from hal.kernels.moe_index_kernels import block_kernel, few_kernel, place_kernel, prefix_kernel, tiny_kernel
-from hal.kernels.moe_routing import Routing, local_expert
-from hal.kernels.moe_tiles import FILL, WRITERS, bins, list_tiles, most_tiles, write_list
+from hal.kernels.moe_routing import Routing
+from hal.kernels.moe_tiles import FILL, WRITERS, bins, most_tiles, write_list
 from hal.kernels.scratch import current_device, scratch
 from hal.kernels.tuning import supports_pdl
 
@@ -35,13 +35,9 @@ __all__ = [
     "PLACED",
     "TINY_SLOTS",
     "WARPS",
-    "Routing",
     "few_warps",
     "index_slots",
-    "list_tiles",
-    "local_expert",
     "moe_index",
-    "most_tiles",
     "slot_warps",
     "sorted_index",
 ]

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from hal.kernels.moe_combine import moe_combine
+from hal.kernels.moe_configs import MoeConfig, SlotPath
 from hal.kernels.moe_experts import Activation, Gather, Scales, grouped_product
-from hal.kernels.moe_index import Routing, sorted_index
+from hal.kernels.moe_index import sorted_index
 from hal.kernels.moe_quantise import GROUP, Rows, empty_rows, quantise
 from hal.kernels.moe_quantised_tuning import quantised_config, quantised_slot_path
+from hal.kernels.moe_routing import Routing
 from hal.kernels.moe_slots_quantised import quantised_slot_down, quantised_slot_gate_up
-from hal.kernels.moe_tuning import MoeConfig, SlotPath
 from hal.kernels.scratch import scratch
 
 __all__ = ["QuantisedExperts", "quantised_moe"]

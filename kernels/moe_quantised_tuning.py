@@ -11,7 +11,8 @@ from functools import lru_cache
 
 import torch
 
-from hal.kernels.moe_tuning import GemmConfig, MoeConfig, SlotConfig, SlotPath, few_tokens
+from hal.kernels.moe_configs import GemmConfig, MoeConfig, SlotConfig, SlotPath
+from hal.kernels.moe_tuning import few_tokens
 from hal.kernels.tuning import is_hopper
 
 __all__ = ["QUANTISED_CONFIGS", "QUANTISED_SLOT_CONFIGS", "quantised_config", "quantised_slot_path", "sums"]

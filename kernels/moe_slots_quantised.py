@@ -18,10 +18,10 @@ from torch import Tensor
 
 from hal.kernels.launch import pdl_begin, pdl_options, pdl_release, pdl_wait, prefetch_rows
 from hal.kernels.moe_activation import activate
+from hal.kernels.moe_configs import SlotConfig
 from hal.kernels.moe_experts import Activation, Scales, scale_strides
 from hal.kernels.moe_quantise import GROUP
 from hal.kernels.moe_routing import VARYING, Routing, local_expert
-from hal.kernels.moe_tuning import SlotConfig
 from hal.kernels.scratch import current_device
 from hal.kernels.tuning import supports_pdl
 
