@@ -11,6 +11,7 @@ import hal.kernels.moe_experts as _experts
 import hal.kernels.moe_fused as _fused
 import hal.kernels.moe_index as _index
 import hal.kernels.route as _route
+from hal.kernels.moe_routing import Routing
 from hal.ops.moe_activations import OAI_ALPHA, OAI_LIMIT
 from hal.ops.moe_checks import MoeIndex, result_dtype
 
@@ -75,7 +76,7 @@ def moe_index(
     out: MoeIndex | None = None,
 ) -> MoeIndex:
     """See `hal.ops.moe_permute.MoeIndexOp`."""
-    routing = _index.Routing.of(ids, num_experts, local=num_local_experts, expert_range=expert_range, expert_map=expert_map)
+    routing = Routing.of(ids, num_experts, local=num_local_experts, expert_range=expert_range, expert_map=expert_map)
     if out is None:
         sizes = (routing.slots, routing.slots, routing.local)
         out = MoeIndex(*(torch.empty(size, dtype=torch.int32, device=ids.device) for size in sizes))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hal.kernels.moe_configs import Experts, GemmConfig, Measured, MoeConfig, SlotConfig, SlotPath
 from hal.kernels.moe_fused import fused_moe
-from hal.kernels.moe_tuning import expert_config, use_measured
+from hal.kernels.moe_tuning import expert_config, few_tokens, use_measured
 from hal.kernels.tuning import is_hopper
 from hal.ops.moe_activations import OAI_ALPHA
 from hal.tuning import ExpertsEntry, Tuning
@@ -47,7 +47,6 @@ _TALL = (
 _PORTABLE = tuple(GemmConfig(n, k, w, s) for n, w in ((64, 4), (128, 4), (128, 8)) for k in (32, 64) for s in (2, 3, 4))
 _SLOT_UP = (SlotConfig(4, 512, 4, 3), SlotConfig(8, 256, 4, 4), SlotConfig(8, 512, 4, 3), SlotConfig(4, 1024, 4))
 _SLOT_DOWN = tuple(SlotConfig(*c, prefetch=p) for c in ((2, 1024, 2), (4, 1024, 4), (8, 1024, 4)) for p in (False, True))
-_SLOT_TOKENS = 4
 
 
 def apply(tuning: Tuning) -> None:
@@ -105,7 +104,7 @@ def candidates(device: torch.device, experts: Experts, tokens: int, best: Callab
             yield _with(best(), up=up)
         for down in options[1:]:
             yield _with(best(), down=down)
-    if tokens <= _SLOT_TOKENS and experts.k_inner:
+    if experts.k_inner and few_tokens(tokens, experts.top_k, experts.experts):
         yield SlotPath(_SLOT_UP[0], _SLOT_DOWN[0])
         for slot in _SLOT_UP[1:]:
             yield _with(best(), up=slot)

@@ -13,8 +13,12 @@ from typing import Any
 
 import torch
 
-__all__ = ["TYPE_NAMES", "CompileCase", "pointer", "refusals"]
+__all__ = ["EVERYWHERE", "FLOATS", "TYPE_NAMES", "CompileCase", "pointer", "refusals"]
 
+#: (takes part in programmatic dependent launch, targets) of the kernels that run on all.
+EVERYWHERE = ((True, ("sm_90",)), (False, ("sm_80", "gfx942")))
+#: dtypes that are not quantised.
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 #: torch dtype -> Triton's name.
 TYPE_NAMES: Mapping[torch.dtype, str] = {
     torch.float32: "fp32",

@@ -7,7 +7,7 @@ from itertools import product
 
 import torch
 
-from hal.kernels.compile_case import CompileCase, pointer, refusals
+from hal.kernels.compile_case import EVERYWHERE, FLOATS, CompileCase, pointer, refusals
 from hal.kernels.decode_hopper import VARYING as HOPPER_VARYING
 from hal.kernels.decode_hopper import decode_hopper_kernel
 from hal.kernels.decode_hopper_merge import merge_shape
@@ -20,10 +20,7 @@ __all__ = ["compile_cases"]
 
 _BF16, _FP16, _FP32, _INT8 = torch.bfloat16, torch.float16, torch.float32, torch.int8
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-_FLOATS = (_FP32, _FP16, _BF16)
 _QUANTISED = (_E4M3, _E5M2, _INT8)
-#: (takes part in programmatic dependent launch, targets) of the kernels that run on all.
-_EVERYWHERE = ((True, ("sm_90",)), (False, ("sm_80", "gfx942")))
 
 _INPUTS = dict.fromkeys(("plan_ptr", "seq_lens_ptr", "tables_ptr"), "*i32:16") | {
     "part_ptr": "*fp32:16",
@@ -129,7 +126,7 @@ def _portable(call: _Call) -> list[CompileCase]:
             config.warps, 1 if call.split_layout else config.stages,
             fp_fusion=not call.invariant, refused=refused, unserved=unserved, no_spills=call.main_path, targets=targets,
         )
-        for pdl, targets in _EVERYWHERE
+        for pdl, targets in EVERYWHERE
     ]  # fmt: skip
 
 
@@ -163,14 +160,14 @@ def _hopper(call: _Call) -> CompileCase:
 
 def _portable_calls() -> list[_Call]:
     """Every pair of dtypes; head dims, tiles of rows, features and layouts on bf16."""
-    calls = [_Call(dtype, (dim, dim), main_path=dtype is _BF16) for dim in (64, 128) for dtype in _FLOATS]
+    calls = [_Call(dtype, (dim, dim), main_path=dtype is _BF16) for dim in (64, 128) for dtype in FLOATS]
     calls += [_Call(dims=(dim, dim), rows=64) for dim in (64, 128)]
     calls += [_Call(dims=dims) for dims in ((80, 80), (192, 128), (256, 256), (576, 512))] + [_Call(dims=(576, 512), latent=True)]
     calls += [_Call(_FP32, dims) for dims in ((256, 256), (576, 512))] + [_Call(dtype, (256, 256), rows=32) for dtype in (_BF16, _FP32)]
     calls += [_Call(kv=kv, dims=dims, features=_SCALES) for kv in (_E4M3, _INT8) for dims in ((64, 64), (256, 256), (576, 512))]
-    for dtype, kv, token_scale in product(_FLOATS, _QUANTISED, (False, True)):
+    for dtype, kv, token_scale in product(FLOATS, _QUANTISED, (False, True)):
         calls.append(_Call(dtype, kv=kv, features=_SCALES, token_scale=token_scale))
-    calls += [_Call(dtype, features=_EVERYTHING | set(_TREE)) for dtype in _FLOATS]
+    calls += [_Call(dtype, features=_EVERYTHING | set(_TREE)) for dtype in FLOATS]
     calls += [_Call(dims=(120, 120), rows=32, features=_EVERYTHING | set(_TREE)), _Call(split_layout=True)]
     return [*calls, _Call(invariant=True), _Call(dims=(576, 512), rows=16, invariant=True)]
 
@@ -208,7 +205,7 @@ def _reduce(dtype: torch.dtype, dim_v: int, rows: int, everything: bool, invaria
     name = f"reduce/{str(dtype).removeprefix('torch.')}/D{dim_v}-M{rows}{'-all' if everything else ''}{'-invariant' if invariant else ''}"
     return [
         CompileCase(name, reduce_kernel, types, constants | {"PDL": pdl}, 4, 1, fp_fusion=not invariant, no_spills=True, targets=targets)
-        for pdl, targets in _EVERYWHERE
+        for pdl, targets in EVERYWHERE
     ]
 
 
@@ -219,12 +216,12 @@ def _depth(variable: bool) -> list[CompileCase]:
     if variable:
         types["cu_ptr"] = "*i32:16"
     name = f"depth/{'variable' if variable else 'uniform'}"
-    return [CompileCase(name, depth_kernel, types, constants | {"PDL": pdl}, 1, 1, targets=targets) for pdl, targets in _EVERYWHERE]
+    return [CompileCase(name, depth_kernel, types, constants | {"PDL": pdl}, 1, 1, targets=targets) for pdl, targets in EVERYWHERE]
 
 
 def compile_cases() -> list[CompileCase]:
     """The main kernel for all targets, that for Hopper, and the small ones beside them."""
     cases = [case for call in _portable_calls() for case in _portable(call)] + [_hopper(call) for call in _hopper_calls()]
-    cases += [case for dtype in _FLOATS for everything in (False, True) for case in _reduce(dtype, 128, 16, everything)]
+    cases += [case for dtype in FLOATS for everything in (False, True) for case in _reduce(dtype, 128, 16, everything)]
     cases += _reduce(_BF16, 512, 64, False) + _reduce(_BF16, 256, 32, False) + _reduce(_BF16, 128, 16, False, invariant=True)
     return cases + _depth(False) + _depth(True)

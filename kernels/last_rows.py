@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hal.kernels.compile_case import CompileCase
+from hal.kernels.compile_case import EVERYWHERE, CompileCase
 from hal.kernels.launch import pdl_begin, pdl_options
 from hal.kernels.scratch import scratch
 
@@ -62,7 +62,7 @@ def compile_cases() -> list[CompileCase]:
     for empty in (True, False):
         for name in ("i32", "i64"):
             types = {"last_ptr": "*i32:16", "slot_ptr": f"*{name}:16", "slots": "i64", "rows": "i32"}
-            for pdl, targets in ((True, ("sm_90",)), (False, ("sm_80", "gfx942"))):
+            for pdl, targets in EVERYWHERE:
                 constants = {"EMPTY": empty, "BLOCK": _BLOCK, "PDL": pdl}
                 case = f"last_rows/{name}-{'empty' if empty else 'raise'}"
                 cases.append(CompileCase(case, last_row_kernel, types, constants, _BLOCK // 32, 1, no_spills=True, targets=targets))

@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["SECTOR", "pdl_begin", "pdl_options", "pdl_release", "pdl_wait", "prefetch"]
+__all__ = ["pdl_begin", "pdl_options", "pdl_release", "pdl_wait", "prefetch", "prefetch_rows"]
 
 #: Bytes that one prefetch asks for.
-SECTOR = 32
+_SECTOR = tl.constexpr(32)
 
 
 @triton.jit
@@ -48,6 +48,14 @@ def prefetch(pointers):
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64, bitcast=True)], dtype=tl.int32, is_pure=False, pack=1
     )
+
+
+@triton.jit
+def prefetch_rows(matrix, rows, depth, stride, COLUMNS: tl.constexpr):
+    """Ask L2 for the first COLUMNS columns of rows (R,) that exist, of a matrix with `depth` contiguous columns; see `prefetch`."""
+    SPAN: tl.constexpr = _SECTOR * 8 // matrix.dtype.element_ty.primitive_bitwidth
+    sector = tl.minimum(tl.arange(0, COLUMNS // SPAN) * SPAN, depth - 1)
+    prefetch(matrix + (rows.to(tl.int64)[:, None] * stride + sector[None, :]))
 
 
 def pdl_options(pdl: bool) -> dict[str, Any]:

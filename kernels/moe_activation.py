@@ -22,10 +22,11 @@ from hal.kernels.numerics import apply_tanh
 from hal.kernels.scratch import current_device
 from hal.kernels.tuning import supports_pdl
 
-__all__ = ["ACTIVATIONS", "activate", "activation_kernel", "gated"]
+__all__ = ["ACTIVATIONS", "BLOCK", "WARPS", "activate", "activation_kernel", "gated"]
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
-_BLOCK = 1024
+#: Most columns that a program handles at a time, and its warps.
+BLOCK, WARPS = 1024, 4
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
 _SQRT_TWO_OVER_PI = tl.constexpr(0.7978845608028654)
 
@@ -85,9 +86,9 @@ def gated(x: Tensor, out: Tensor, *, activation: str, gate_up: str, alpha: float
     if rows == 0 or columns == 0:
         return
     pdl = supports_pdl(x.device)
-    block = min(_BLOCK, max(16, triton.next_power_of_2(columns)))
+    block = min(BLOCK, max(16, triton.next_power_of_2(columns)))
     with current_device(x.device):
         activation_kernel[(rows,)](
             x, out, alpha, limit, columns, x.stride(0), out.stride(0), activation, gate_up == "interleaved", block, pdl,
-            num_warps=4, num_stages=1, enable_fp_fusion=True, **pdl_options(pdl),
+            num_warps=WARPS, num_stages=1, enable_fp_fusion=True, **pdl_options(pdl),
         )  # fmt: skip

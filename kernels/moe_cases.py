@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import torch
 
-from hal.kernels.compile_case import TYPE_NAMES, CompileCase, pointer, refusals
+from hal.kernels.compile_case import EVERYWHERE, FLOATS, TYPE_NAMES, CompileCase, pointer, refusals
 from hal.kernels.moe_activation import ACTIVATIONS, activation_kernel
-from hal.kernels.moe_combine import combine_kernel, expand_kernel
+from hal.kernels.moe_activation import BLOCK as ACTIVATION_BLOCK
+from hal.kernels.moe_activation import WARPS as ACTIVATION_WARPS
+from hal.kernels.moe_combine import combine_kernel, expand_kernel, unrolled
 from hal.kernels.moe_configs import GemmConfig, MoeConfig, SlotConfig, SlotPath
 from hal.kernels.moe_gemm import moe_gemm_kernel
-from hal.kernels.moe_index import FEW_SLOTS, TINY_SLOTS
+from hal.kernels.moe_index import BLOCK, BLOCKS, COLUMNS, COUNTED, FEW_SLOTS, PLACED, TINY_SLOTS, WARPS, few_warps, slot_warps
 from hal.kernels.moe_index_kernels import block_kernel, few_kernel, place_kernel, prefix_kernel, tiny_kernel
 from hal.kernels.moe_measured import HOPPER
-from hal.kernels.moe_quantise import GROUP, QMAX, quantise_kernel
+from hal.kernels.moe_quantise import GROUP, QMAX, quantise_kernel, quantise_shape
 from hal.kernels.moe_quantised_tuning import QUANTISED_CONFIGS, QUANTISED_SLOT_CONFIGS, sums
 from hal.kernels.moe_slots import slot_down_kernel, slot_gate_up_kernel
 from hal.kernels.moe_slots_quantised import quantised_slot_down_kernel, quantised_slot_gate_up_kernel
-from hal.kernels.moe_tiles import bins, tiles_kernel
-from hal.kernels.moe_tuning import EXPERT_CONFIGS, SLOT_CONFIGS, fitted
+from hal.kernels.moe_tiles import FILL, bins, tiles_kernel, tiles_warps
+from hal.kernels.moe_tuning import EXPERT_CONFIGS, ROW_BLOCKS, SLOT_CONFIGS, fitted
 
 __all__ = ["compile_cases"]
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-#: (takes part in programmatic dependent launch, targets).
-_EVERYWHERE = ((True, ("sm_90",)), (False, ("sm_80", "gfx942")))
-_TARGETS = {"hopper": ((True, ("sm_90",)),), "other": ((True, ("sm_90",)), (False, ("sm_80", "gfx942")))}
+#: Kind of device -> (takes part in programmatic dependent launch, targets).
+_TARGETS = {"hopper": EVERYWHERE[:1], "other": EVERYWHERE}
+#: Choices that are handled at a time, of the usual k.
+_UNROLLS = tuple(unrolled(top_k) for top_k in (1, 2, 4, 6, 8, 10))
 #: Arguments of `local_expert`, with a map and a number of valid tokens or without.
 _ROUTING = {"ids_ptr": "*i32:16"} | dict.fromkeys(("slots", "top_k", "num_experts", "start", "local"), "i32")
 _OPTIONAL = {"map_ptr": "*i32:16", "valid_ptr": "*i32:16", "stride_it": "i32"}
@@ -51,27 +54,28 @@ def _index(experts: int, everything: bool) -> list[CompileCase]:
     tiles = {"tiles_ptr": "*i32:16", "bound": "i32"}
     counts = {"ranks_ptr": "*i32:16", "counts_ptr": "*i32:16", "columns": "i32"}
     sizes = {"sizes_ptr": "*i32:16"}
-    every = {"BLOCK_M": 64, "FILL": 512}
-    placed = {"BINS": width, "PLACED": 512, "BLOCK": 128} | every
-    wide, tag = 4 if width <= 512 else 8, f"E{experts}{'-all' if everything else ''}"
+    every = {"BLOCK_M": 64, "FILL": FILL}
+    placed = {"BINS": width, "PLACED": PLACED, "BLOCK": BLOCK} | every
+    tag = f"E{experts}{'-all' if everything else ''}"
     cases: list[tuple[str, Any, dict[str, str], dict[str, Any], int]] = [
         ("prefix", prefix_kernel, sizes | {n: "*i32:16" if n == "counts_ptr" else "i32" for n in ("counts_ptr", "blocks", "columns", "local")},
-         {"COLUMNS": 8, "ROWS": 512}, 8),
-        ("place", place_kernel, lists | tiles | counts | sizes | dict.fromkeys(("writers", "slots", "local"), "i32"), placed, 8),
+         {"COLUMNS": COLUMNS, "ROWS": BLOCKS}, WARPS),
+        ("place", place_kernel, lists | tiles | counts | sizes | dict.fromkeys(("writers", "slots", "local"), "i32"), placed, WARPS),
         ("place-only", place_kernel, lists | counts | sizes | dict.fromkeys(("bound", "writers", "slots", "local"), "i32"),
-         placed | {"tiles_ptr": None}, 8),
-        ("tiles", tiles_kernel, sizes | tiles | dict.fromkeys(("rows", "local"), "i32"), {"BINS": width, "WIDE": everything} | every, wide),
-        ("block", block_kernel, routing | counts, absent | {"BLOCK": 128, "FILL": 512, "ZERO": not everything}, 4),
+         placed | {"tiles_ptr": None}, WARPS),
+        ("tiles", tiles_kernel, sizes | tiles | dict.fromkeys(("rows", "local"), "i32"), {"BINS": width, "WIDE": everything} | every,
+         tiles_warps(width)),
+        ("block", block_kernel, routing | counts, absent | {"BLOCK": BLOCK, "FILL": FILL, "ZERO": not everything}, slot_warps(BLOCK)),
     ]  # fmt: skip
     for slots in TINY_SLOTS:
-        cases.append((f"tiny-{slots}", tiny_kernel, routing | lists | tiles, absent | {"BLOCK_M": 64, "N": slots}, slots // 32))
+        cases.append((f"tiny-{slots}", tiny_kernel, routing | lists | tiles, absent | {"BLOCK_M": 64, "N": slots}, slot_warps(slots)))
     for slots in FEW_SLOTS:
-        types, warps = routing | lists | sizes | {"placers": "i32"}, 4 if slots <= 256 else 8
-        cases.append((f"few-{slots}", few_kernel, types, absent | {"PLACED": 16, "N": slots}, warps))
+        types = routing | lists | sizes | {"placers": "i32"}
+        cases.append((f"few-{slots}", few_kernel, types, absent | {"PLACED": COUNTED, "N": slots}, few_warps(slots)))
     return [
         CompileCase(f"moe_index/{name}/{tag}", kernel, types, constants | {"PDL": pdl}, warps, 1, no_spills=True, targets=targets)
         for name, kernel, types, constants, warps in cases
-        for pdl, targets in _EVERYWHERE
+        for pdl, targets in EVERYWHERE
     ]
 
 
@@ -185,8 +189,9 @@ def _quantise() -> list[CompileCase]:
     """The rounding of rows: of those of a whole width, and of groups."""
     cases = []
     for codes in QMAX:
-        for source in _FLOATS:
-            for tag, height, block, warps in (("rows", 1, 2048, 4), ("groups", 16, GROUP, 4)):
+        for source in FLOATS:
+            for tag in ("rows", "groups"):
+                height, block, warps = quantise_shape(2048, tag == "groups")
                 types = {"x_ptr": pointer(source), "codes_ptr": pointer(codes), "scales_ptr": "*fp32:16", "valid_ptr": "*i32:16"}
                 types |= dict.fromkeys(("rows", "groups", "stride_sm"), "i32")
                 types |= dict.fromkeys(("columns", "stride_xm", "stride_cm"), "i32:16")
@@ -197,7 +202,7 @@ def _quantise() -> list[CompileCase]:
                         name, quantise_kernel, types, constants | {"PDL": pdl}, warps, 1, refused=refusals(codes)[0], targets=targets,
                         no_spills=True,
                     )
-                    for pdl, targets in _EVERYWHERE
+                    for pdl, targets in EVERYWHERE
                 ]  # fmt: skip
     return cases
 
@@ -226,7 +231,7 @@ def _quantised_slots(dtype: torch.dtype, blocks: bool, everything: bool) -> list
         up_types |= optional | {"factors_ptr": "*fp32:16", "limit": "fp32"}
         down_types |= optional
     cases = []
-    for pdl, targets in _EVERYWHERE:
+    for pdl, targets in EVERYWHERE:
         tag = f"{_name(dtype)}-{'block' if blocks else 'row'}{'-all' if everything else ''}"
         for name, kernel, types, config, extra in (
             ("up", quantised_slot_gate_up_kernel, up_types, up, up_absent | {"ACTIVATION": "silu", "INTERLEAVED": everything}),
@@ -260,7 +265,7 @@ def _slots(dtype: torch.dtype, k_inner: bool, up: SlotConfig, down: SlotConfig, 
         up_types |= optional | {"factors_ptr": "*fp32:16", "limit": "fp32"}
         down_types |= optional
     cases = []
-    for pdl, targets in _EVERYWHERE:
+    for pdl, targets in EVERYWHERE:
         first = one | absent | up_absent | {"ACTIVATION": "swiglu_oai" if everything else "silu", "INTERLEAVED": everything}
         first |= {"ROWS": up.rows, "BLOCK_K": up.block_k, "STAGES": up.stages, "PDL": pdl}
         second = one | absent | down_absent | {"TOP_K": 4 if everything else 8, "ROWS": down.rows, "BLOCK_K": down.block_k, "STAGES": down.stages}
@@ -286,13 +291,14 @@ def _rows(dtype: torch.dtype, everything: bool) -> list[CompileCase]:
     if everything:
         act["limit"] = "fp32"
     cases = []
-    for pdl, targets in _EVERYWHERE:
-        for block, warps in ((1024, 4), (256, 1)):
-            tail = {"UNROLL": 8, "BLOCK": block, "PDL": pdl}
-            cases.append(CompileCase(f"moe_combine/{tag}/{block}", combine_kernel, combine, absent | tail, warps, 1, targets=targets, no_spills=main))
+    for pdl, targets in EVERYWHERE:
+        for (block, warps), unroll in product(ROW_BLOCKS, _UNROLLS):
+            tail = {"UNROLL": unroll, "BLOCK": block, "PDL": pdl}
+            name = f"moe_combine/{tag}/{block}x{unroll}"
+            cases.append(CompileCase(name, combine_kernel, combine, absent | tail, warps, 1, targets=targets, no_spills=main))
         for activation in ACTIVATIONS:
-            constants = limit | {"ACTIVATION": activation, "INTERLEAVED": everything, "BLOCK": 1024, "PDL": pdl}
-            cases.append(CompileCase(f"moe_activation/{activation}/{tag}", activation_kernel, act, constants, 4, 1, targets=targets))
+            constants = limit | {"ACTIVATION": activation, "INTERLEAVED": everything, "BLOCK": ACTIVATION_BLOCK, "PDL": pdl}
+            cases.append(CompileCase(f"moe_activation/{activation}/{tag}", activation_kernel, act, constants, ACTIVATION_WARPS, 1, targets=targets))
     return cases
 
 
@@ -302,11 +308,11 @@ def _expand(bits: str) -> list[CompileCase]:
     types |= {"stride_xt": "i32:16", "stride_om": "i32:16"}
     return [
         CompileCase(
-            f"moe_expand/{bits}/{block}", expand_kernel, types, {"UNROLL": 8, "BLOCK": block, "PDL": pdl}, warps, 1,
+            f"moe_expand/{bits}/{block}x{unroll}", expand_kernel, types, {"UNROLL": unroll, "BLOCK": block, "PDL": pdl}, warps, 1,
             targets=targets, no_spills=bits == "i16",
         )
-        for pdl, targets in _EVERYWHERE
-        for block, warps in ((1024, 4), (256, 1))
+        for pdl, targets in EVERYWHERE
+        for (block, warps), unroll in product(ROW_BLOCKS, _UNROLLS)
     ]  # fmt: skip
 
 
@@ -323,5 +329,5 @@ def compile_cases() -> list[CompileCase]:
             for everything in (False, True):
                 cases += _slots(dtype, k_inner, path.up, path.down, everything)
     cases += [case for bits in ("u8", "i16", "i32", "i64") for case in _expand(bits)]
-    cases += [case for dtype in _FLOATS for everything in (False, True) for case in _rows(dtype, everything)]
+    cases += [case for dtype in FLOATS for everything in (False, True) for case in _rows(dtype, everything)]
     return list({case.name + str(case.targets): case for case in cases}.values())

@@ -5,25 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hal.kernels.launch import pdl_options
+from hal.kernels.moe_configs import GemmConfig
 from hal.kernels.moe_gemm import moe_gemm_kernel
-from hal.kernels.moe_index import list_tiles, most_tiles
 from hal.kernels.moe_quantise import QMAX, Rows, empty_rows, quantise
 from hal.kernels.moe_quantised_tuning import quantised_config
-from hal.kernels.moe_tuning import GemmConfig, fitted, moe_config, multiprocessors
-from hal.kernels.scratch import current_device, scratch
+from hal.kernels.moe_tiles import list_tiles, most_tiles
+from hal.kernels.moe_tuning import fitted, moe_config, multiprocessors
+from hal.kernels.scratch import current_device
 from hal.kernels.tuning import interpreting, supports_pdl
 
-__all__ = ["Activation", "Gather", "Scales", "group_gemm", "grouped_product", "scale_strides", "sorted_lists"]
+__all__ = ["Activation", "Gather", "Scales", "group_gemm", "grouped_product", "scale_strides"]
 
-
-#: Elements between whose multiples a list begins: an address of another alignment would be another variant of a kernel.
-_ALIGNED = 32
 #: Programs per multiprocessor that may be placed before the kernel before is done.
 _EARLY = 4
 
@@ -166,13 +163,6 @@ def grouped_product(
     )  # fmt: skip
     with current_device(device):
         moe_gemm_kernel[(programs,)](*arguments, num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=True, **pdl_options(pdl))
-
-
-def sorted_lists(slots: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Scratch memory for the slot of each sorted row and the place of each slot, (slots,) int32 each."""
-    second = -(-slots // _ALIGNED) * _ALIGNED
-    lists = scratch("moe_index", second + slots, torch.int32, device)
-    return lists[:slots], lists[second : second + slots]
 
 
 def group_gemm(

@@ -8,15 +8,16 @@ few tokens needs the intermediate only. Nothing waits for the device. Quantised 
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from hal.kernels.moe_combine import moe_combine
-from hal.kernels.moe_experts import Activation, Gather, grouped_product, sorted_lists
-from hal.kernels.moe_index import Routing, index_slots, most_tiles
+from hal.kernels.moe_configs import Experts, MoeConfig, SlotPath
+from hal.kernels.moe_experts import Activation, Gather, grouped_product
+from hal.kernels.moe_index import sorted_index
 from hal.kernels.moe_quantised import QuantisedExperts, quantised_moe
+from hal.kernels.moe_routing import Routing
 from hal.kernels.moe_slots import slot_down, slot_gate_up
-from hal.kernels.moe_tuning import Experts, MoeConfig, SlotPath, expert_config
+from hal.kernels.moe_tuning import expert_config
 from hal.kernels.scratch import scratch
 
 __all__ = ["fused_moe"]
@@ -114,11 +115,8 @@ def _sorted(
 ) -> None:  # fmt: skip
     """Sorted by expert."""
     device, slots, top_k = x.device, routing.slots, routing.ids.shape[1]
-    experts, hidden, inner = w_down.shape
-    bound = most_tiles(slots, experts, config.block_m)
-    sorted_slots, places = sorted_lists(slots, device)
-    tiles = scratch("moe_tiles", 4 + 4 * bound, torch.int32, device)
-    index_slots(routing, sorted_slots, places, None, tiles, config.block_m)
+    _, hidden, inner = w_down.shape
+    sorted_slots, places, tiles, bound = sorted_index(routing, config.block_m)
     inter = scratch("moe_inter", slots * inner, x.dtype, device)[: slots * inner].view(slots, inner)
     rows = scratch("moe_rows", slots * hidden, x.dtype, device)[: slots * hidden].view(slots, hidden)
     gather = Gather(sorted_slots, top_k, before)

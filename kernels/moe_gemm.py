@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hal.kernels.launch import SECTOR, pdl_begin, pdl_release, pdl_wait, prefetch
+from hal.kernels.launch import pdl_begin, pdl_release, pdl_wait, prefetch_rows
 from hal.kernels.moe_activation import activate
 from hal.kernels.moe_quantise import GROUP, amax_of, codes_of, scale_of
 
@@ -29,7 +29,6 @@ __all__ = ["VARYING", "moe_gemm_kernel"]
 #: Arguments that change from call to call: no variant of the kernel may depend on their value.
 VARYING = ["alpha", "limit", "top_k", "early"]
 
-_SECTOR = tl.constexpr(SECTOR)
 _GROUP = tl.constexpr(GROUP)
 
 
@@ -249,11 +248,8 @@ def moe_gemm_kernel(
         if PDL and tl.program_id(0) < early:
             expert, row, end, first = _place(tiles_ptr, tl.program_id(0), column_tiles, OUT_N, BLOCK_M, GROUP_M)
             if row < end:
-                SPAN: tl.constexpr = _SECTOR * 8 // w_ptr.dtype.element_ty.primitive_bitwidth
                 weight_row, weight_ok = _weight_rows(first, columns, BLOCK_N, ACTIVATION != "", INTERLEAVED)
-                sector = tl.minimum(tl.arange(0, AHEAD // SPAN) * SPAN, depth - 1)
-                weight_row = tl.where(weight_ok, weight_row, 0).to(tl.int64)
-                prefetch(w_ptr + expert.to(tl.int64) * stride_we + (weight_row[:, None] * stride_wn + sector[None, :] * stride_wk))
+                prefetch_rows(w_ptr + expert.to(tl.int64) * stride_we, tl.where(weight_ok, weight_row, 0), depth, stride_wn, AHEAD)
         pdl_wait(PDL)
     else:
         pdl_begin(PDL)

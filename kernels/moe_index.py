@@ -21,23 +21,50 @@ from torch import Tensor
 
 from hal.kernels.launch import pdl_options
 from hal.kernels.moe_index_kernels import block_kernel, few_kernel, place_kernel, prefix_kernel, tiny_kernel
-from hal.kernels.moe_routing import Routing, local_expert
-from hal.kernels.moe_tiles import WRITERS, bins, list_tiles, most_tiles, write_list
+from hal.kernels.moe_routing import Routing
+from hal.kernels.moe_tiles import FILL, WRITERS, bins, most_tiles, write_list
 from hal.kernels.scratch import current_device, scratch
 from hal.kernels.tuning import supports_pdl
 
-__all__ = ["FEW_SLOTS", "TINY_SLOTS", "Routing", "index_slots", "list_tiles", "local_expert", "moe_index", "most_tiles"]
+__all__ = [
+    "BLOCK",
+    "BLOCKS",
+    "COLUMNS",
+    "COUNTED",
+    "FEW_SLOTS",
+    "PLACED",
+    "TINY_SLOTS",
+    "WARPS",
+    "few_warps",
+    "index_slots",
+    "moe_index",
+    "slot_warps",
+    "sorted_index",
+]
 
 #: Most slots that one program sorts, by the kernel's variant.
 TINY_SLOTS = (32, 128)
 #: Most slots that are compared each with all, by the kernel's variant, and slots or experts of one of its programs.
 FEW_SLOTS = (256, 512, 2048, 4096)
-_COUNTED = 16
+COUNTED = 16
 #: Most experts for which `expert * slots + slot` surely fits 31 bits.
 _MOST_EXPERTS = 1 << 18
 #: Where slots are many: slots whose ranks one program finds, experts and blocks of one step of the prefix sums, slots that one program places.
-_BLOCK, _COLUMNS, _BLOCKS, _PLACED = 128, 8, 512, 512
-_FILL = 512
+BLOCK, COLUMNS, BLOCKS, PLACED = 128, 8, 512, 512
+#: Warps of the programs that add up and place there.
+WARPS = 8
+#: Elements between whose multiples a list begins: an address of another alignment would be another variant of a kernel.
+_ALIGNED = 32
+
+
+def slot_warps(slots: int) -> int:
+    """Warps of a program in which each thread has one slot."""
+    return slots // 32
+
+
+def few_warps(width: int) -> int:
+    """Warps of `few_kernel` that compares `width` slots."""
+    return 4 if width <= 256 else 8
 
 
 def index_slots(routing: Routing, sorted_slots: Tensor, places: Tensor, sizes: Tensor | None, tiles: Tensor | None, block_m: int = 16) -> None:
@@ -58,32 +85,52 @@ def index_slots(routing: Routing, sorted_slots: Tensor, places: Tensor, sizes: T
     with current_device(device):
         width = next((most for most in TINY_SLOTS if slots <= most and sizes is None and tiles is not None), None)
         if width is not None:
-            tiny_kernel[(1,)](sorted_slots, places, tiles, bound, *routing.arguments(), width, block_m, pdl, num_warps=width // 32, **options)
+            tiny_kernel[(1,)](sorted_slots, places, tiles, bound, *routing.arguments(), width, block_m, pdl, num_warps=slot_warps(width), **options)
             return
         if sizes is None:
             sizes = scratch("moe_sizes", experts, torch.int32, device)
         width = next((most for most in FEW_SLOTS if slots <= most and experts <= _MOST_EXPERTS), None)
         if width is not None:
-            placers = triton.cdiv(slots, _COUNTED)
-            few_kernel[(placers + triton.cdiv(experts, _COUNTED),)](
-                sorted_slots, places, sizes, placers, *routing.arguments(), _COUNTED, width, pdl, num_warps=4 if width <= 256 else 8, **options
+            placers = triton.cdiv(slots, COUNTED)
+            few_kernel[(placers + triton.cdiv(experts, COUNTED),)](
+                sorted_slots, places, sizes, placers, *routing.arguments(), COUNTED, width, pdl, num_warps=few_warps(width), **options
             )
             if tiles is not None:
                 write_list(tiles, sizes, slots, experts, bound, block_m, trusted=True)
             return
-        blocks, columns = triton.cdiv(slots, _BLOCK), triton.cdiv(experts, _COLUMNS) * _COLUMNS
+        blocks, columns = triton.cdiv(slots, BLOCK), triton.cdiv(experts, COLUMNS) * COLUMNS
         counts = scratch("moe_counts", blocks * columns, torch.int32, device)
         ranks = scratch("moe_ranks", slots, torch.int32, device)
         zero = torch.version.hip is None
         if not zero:
             counts.zero_()
-        block_kernel[(blocks,)](ranks, counts, columns, *routing.arguments(), _BLOCK, _FILL, zero, pdl, num_warps=_BLOCK // 32, **options)
-        prefix_kernel[(columns // _COLUMNS,)](counts, sizes, blocks, columns, experts, _COLUMNS, _BLOCKS, pdl, num_warps=8, **options)
+        block_kernel[(blocks,)](ranks, counts, columns, *routing.arguments(), BLOCK, FILL, zero, pdl, num_warps=slot_warps(BLOCK), **options)
+        prefix_kernel[(columns // COLUMNS,)](counts, sizes, blocks, columns, experts, COLUMNS, BLOCKS, pdl, num_warps=WARPS, **options)
         writers = 0 if tiles is None else WRITERS
-        place_kernel[(writers + triton.cdiv(slots, _PLACED),)](
+        place_kernel[(writers + triton.cdiv(slots, PLACED),)](
             sorted_slots, places, tiles, bound, writers, ranks, counts, sizes, columns, slots, experts,
-            bins(experts), block_m, _PLACED, _BLOCK, _FILL, pdl, num_warps=8, **options,
+            bins(experts), block_m, PLACED, BLOCK, FILL, pdl, num_warps=WARPS, **options,
         )  # fmt: skip
+
+
+def sorted_index(routing: Routing, block_m: int) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Sort the slots into scratch memory.
+
+    Args:
+        routing: what the ids mean.
+        block_m: rows of a tile.
+
+    Returns:
+        (sorted_slots, places, tiles, bound): the lists of `index_slots`, and the most tiles that the list of tiles can hold.
+    """
+    slots, device = routing.slots, routing.ids.device
+    bound = most_tiles(slots, routing.local, block_m)
+    second = -(-slots // _ALIGNED) * _ALIGNED
+    lists = scratch("moe_index", second + slots, torch.int32, device)
+    sorted_slots, places = lists[:slots], lists[second : second + slots]
+    tiles = scratch("moe_tiles", 4 + 4 * bound, torch.int32, device)
+    index_slots(routing, sorted_slots, places, None, tiles, block_m)
+    return sorted_slots, places, tiles, bound
 
 
 def moe_index(routing: Routing, dst_to_src: Tensor, src_to_dst: Tensor, expert_sizes: Tensor) -> None:

@@ -12,13 +12,10 @@ import triton
 import triton.language as tl
 
 from hal.kernels.launch import pdl_begin
-from hal.kernels.moe_routing import local_expert
+from hal.kernels.moe_routing import ROUTED, local_expert
 from hal.kernels.moe_tiles import fill_tiles, store_tile, write_tiles
 
-__all__ = ["ROUTED", "block_kernel", "few_kernel", "place_kernel", "prefix_kernel", "tiny_kernel"]
-
-#: Arguments of `local_expert` that change from call to call: no variant of a kernel may depend on their value.
-ROUTED = ["slots", "top_k", "stride_it", "num_experts", "start", "local"]
+__all__ = ["block_kernel", "few_kernel", "place_kernel", "prefix_kernel", "tiny_kernel"]
 
 
 @triton.jit(do_not_specialize=[*ROUTED, "bound"])

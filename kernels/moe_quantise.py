@@ -20,7 +20,7 @@ from hal.kernels.numerics import round_half_even
 from hal.kernels.scratch import current_device, scratch
 from hal.kernels.tuning import supports_pdl
 
-__all__ = ["GROUP", "QMAX", "Rows", "amax_of", "codes_of", "empty_rows", "quantise", "quantise_kernel", "scale_of"]
+__all__ = ["GROUP", "QMAX", "Rows", "amax_of", "codes_of", "empty_rows", "quantise", "quantise_kernel", "quantise_shape", "scale_of"]
 
 #: Columns of a group, and rows and columns of a block of the weights, that share one scale.
 GROUP = 128
@@ -121,6 +121,13 @@ def empty_rows(name: str, rows: int, columns: int, dtype: torch.dtype, grouped: 
     return Rows(codes, scales.view(rows, groups) if grouped else scales)
 
 
+def quantise_shape(columns: int, grouped: bool) -> tuple[int, int, int]:
+    """(rows or groups of a program, columns that it handles at a time, its warps)."""
+    block = GROUP if grouped else min(_MOST_COLUMNS, max(16, triton.next_power_of_2(columns)))
+    height = max(1, _ELEMENTS // block)
+    return height, block, max(4, block * height // 512)
+
+
 def quantise(x: Tensor, rows: Rows, valid: Tensor | None = None) -> Rows:
     """Quantise x (R, K) into `rows` and return them.
 
@@ -134,13 +141,12 @@ def quantise(x: Tensor, rows: Rows, valid: Tensor | None = None) -> Rows:
     groups = rows.scales.shape[1] if grouped else 1
     if count * groups == 0:
         return rows
-    block = GROUP if grouped else min(_MOST_COLUMNS, max(16, triton.next_power_of_2(columns)))
-    height = max(1, _ELEMENTS // block)
+    height, block, warps = quantise_shape(columns, grouped)
     pdl = supports_pdl(x.device)
     with current_device(x.device):
         quantise_kernel[(triton.cdiv(count * groups, height),)](
             x, rows.codes, rows.scales, valid, count, groups, columns, x.stride(0), rows.codes.stride(0), rows.scales.stride(0),
-            QMAX[rows.codes.dtype], grouped, height, block, pdl, num_warps=max(4, block * height // 512), num_stages=1, enable_fp_fusion=True,
+            QMAX[rows.codes.dtype], grouped, height, block, pdl, num_warps=warps, num_stages=1, enable_fp_fusion=True,
             **pdl_options(pdl),
         )  # fmt: skip
     return rows

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from hal.kernels.moe_combine import moe_combine
-from hal.kernels.moe_experts import Activation, Gather, Scales, grouped_product, sorted_lists
-from hal.kernels.moe_index import Routing, index_slots, most_tiles
+from hal.kernels.moe_configs import MoeConfig, SlotPath
+from hal.kernels.moe_experts import Activation, Gather, Scales, grouped_product
+from hal.kernels.moe_index import sorted_index
 from hal.kernels.moe_quantise import GROUP, Rows, empty_rows, quantise
 from hal.kernels.moe_quantised_tuning import quantised_config, quantised_slot_path
+from hal.kernels.moe_routing import Routing
 from hal.kernels.moe_slots_quantised import quantised_slot_down, quantised_slot_gate_up
-from hal.kernels.moe_tuning import MoeConfig, SlotPath
 from hal.kernels.scratch import scratch
 
 __all__ = ["QuantisedExperts", "quantised_moe"]
@@ -102,11 +103,8 @@ def _sorted(
 ) -> None:
     """Sorted by expert."""
     device, slots, top_k = out.device, routing.slots, routing.ids.shape[1]
-    count, hidden, inner = experts.w_down.shape
-    bound = most_tiles(slots, count, config.block_m)
-    sorted_slots, places = sorted_lists(slots, device)
-    tiles = scratch("moe_tiles", 4 + 4 * bound, torch.int32, device)
-    index_slots(routing, sorted_slots, places, None, tiles, config.block_m)
+    _, hidden, inner = experts.w_down.shape
+    sorted_slots, places, tiles, bound = sorted_index(routing, config.block_m)
     inter = _intermediate(experts, slots)
     fused = experts.blocks and config.up.block_n == 2 * GROUP
     # fp16 would overflow where bf16 does not, and both have more bits than the codes.

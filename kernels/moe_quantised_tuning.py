@@ -7,11 +7,12 @@ twice, so such tiles are half as large; and a tile of 128 activated columns can 
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 
 import torch
 
-from hal.kernels.moe_tuning import GemmConfig, MoeConfig, SlotConfig, SlotPath
+from hal.kernels.moe_configs import GemmConfig, MoeConfig, SlotConfig, SlotPath
+from hal.kernels.moe_tuning import few_tokens
 from hal.kernels.tuning import is_hopper
 
 __all__ = ["QUANTISED_CONFIGS", "QUANTISED_SLOT_CONFIGS", "quantised_config", "quantised_slot_path", "sums"]
@@ -57,10 +58,6 @@ QUANTISED_CONFIGS: dict[tuple[str, str], tuple[tuple[float, MoeConfig], ...]] = 
 
 #: Config of the kernels for few tokens.
 QUANTISED_SLOT_CONFIGS = SlotPath(SlotConfig(4, 1024, 4, 3), SlotConfig(4, 1024, 4))
-#: See `moe_tuning.slot_path`.
-_SLOT_TOKENS = 4
-_SLOT_CHOICES = 16
-_SLOT_SHARED = 0.08
 
 
 def sums(dtype: torch.dtype, blocks: bool) -> str:
@@ -68,7 +65,7 @@ def sums(dtype: torch.dtype, blocks: bool) -> str:
     return "blocks" if blocks else "int32" if dtype == torch.int8 else "promoted"
 
 
-@cache
+@lru_cache(maxsize=4096)
 def quantised_config(device: torch.device, dtype: torch.dtype, blocks: bool, slots: int, experts: int) -> MoeConfig:
     """Config of the sorted path.
 
@@ -93,7 +90,4 @@ def quantised_slot_path(tokens: int, top_k: int, experts: int, k_inner: bool) ->
         experts: E.
         k_inner: K is the contiguous dimension of the weights.
     """
-    if tokens > _SLOT_TOKENS or top_k > _SLOT_CHOICES or not k_inner:
-        return None
-    shared = (tokens - 1) * top_k / (2 * max(1, experts))
-    return QUANTISED_SLOT_CONFIGS if shared <= _SLOT_SHARED else None
+    return QUANTISED_SLOT_CONFIGS if k_inner and few_tokens(tokens, top_k, experts) else None

@@ -9,7 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["Routing", "local_expert"]
+__all__ = ["ROUTED", "VARYING", "Routing", "local_expert"]
+
+#: Arguments of `local_expert` that change from call to call: no variant of a kernel may depend on their value.
+ROUTED = ["slots", "top_k", "stride_it", "num_experts", "start", "local"]
+#: Those, and the numbers of an activation.
+VARYING = ["alpha", "limit", *ROUTED]
 
 
 @dataclass(frozen=True)

@@ -17,18 +17,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hal.kernels.launch import SECTOR, pdl_begin, pdl_options, pdl_release, pdl_wait, prefetch
+from hal.kernels.launch import pdl_begin, pdl_options, pdl_release, pdl_wait, prefetch_rows
 from hal.kernels.moe_activation import activate
-from hal.kernels.moe_index import Routing, local_expert
-from hal.kernels.moe_tuning import SlotConfig
+from hal.kernels.moe_configs import SlotConfig
+from hal.kernels.moe_routing import VARYING, Routing, local_expert
 from hal.kernels.scratch import current_device
 from hal.kernels.tuning import supports_pdl
 
-__all__ = ["VARYING", "slot_down", "slot_down_kernel", "slot_gate_up", "slot_gate_up_kernel"]
-
-#: Arguments that change from call to call: no variant of the kernels may depend on their value.
-VARYING = ["alpha", "limit", "slots", "top_k", "stride_it", "num_experts", "start", "local"]
-_SECTOR = tl.constexpr(SECTOR)
+__all__ = ["slot_down", "slot_down_kernel", "slot_gate_up", "slot_gate_up_kernel"]
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -92,13 +88,10 @@ def slot_down_kernel(
     row = (tl.program_id(0) % tiles) * ROWS + tl.arange(0, ROWS)
     row_ok = row < columns
     if PREFETCH:
-        SPAN: tl.constexpr = _SECTOR * 8 // w_ptr.dtype.element_ty.primitive_bitwidth
-        sector = tl.minimum(tl.arange(0, BLOCK_K // SPAN) * SPAN, depth - 1)
-        rows = tl.minimum(row, columns - 1).to(tl.int64)[:, None] * stride_wn
         for j in range(0, top_k):
             expert = local_expert(token * top_k + j, ids_ptr, map_ptr, valid_ptr, slots, top_k, stride_it, num_experts, start, local)
             if expert < local:
-                prefetch(w_ptr + expert.to(tl.int64) * stride_we + (rows + sector[None, :]))
+                prefetch_rows(w_ptr + expert.to(tl.int64) * stride_we, tl.minimum(row, columns - 1), depth, stride_wn, BLOCK_K)
     pdl_wait(PDL)
     step = tl.arange(0, BLOCK_K)
     offsets = row.to(tl.int64)[:, None] * stride_wn + (step.to(tl.int64) * stride_wk)[None, :]

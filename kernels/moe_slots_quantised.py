@@ -16,27 +16,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hal.kernels.launch import SECTOR, pdl_begin, pdl_options, pdl_release, pdl_wait, prefetch
+from hal.kernels.launch import pdl_begin, pdl_options, pdl_release, pdl_wait, prefetch_rows
 from hal.kernels.moe_activation import activate
+from hal.kernels.moe_configs import SlotConfig
 from hal.kernels.moe_experts import Activation, Scales, scale_strides
-from hal.kernels.moe_index import Routing, local_expert
 from hal.kernels.moe_quantise import GROUP
-from hal.kernels.moe_tuning import SlotConfig
+from hal.kernels.moe_routing import VARYING, Routing, local_expert
 from hal.kernels.scratch import current_device
 from hal.kernels.tuning import supports_pdl
 
-__all__ = ["VARYING", "quantised_slot_down", "quantised_slot_down_kernel", "quantised_slot_gate_up", "quantised_slot_gate_up_kernel"]
-
-#: Arguments that change from call to call: no variant of the kernels may depend on their value.
-VARYING = ["alpha", "limit", "slots", "top_k", "stride_it", "num_experts", "start", "local"]
-_SECTOR = tl.constexpr(SECTOR)
-
-
-@triton.jit
-def _prefetch_rows(weights, row, row_ok, depth, stride_wn, BLOCK_K: tl.constexpr):
-    """Ask L2 for BLOCK_K columns of some rows of the weights, columns beyond the last for the last."""
-    sector = tl.minimum(tl.arange(0, BLOCK_K // _SECTOR) * _SECTOR, depth - 1)
-    prefetch(weights + (tl.where(row_ok, row, 0).to(tl.int64)[:, None] * stride_wn + sector[None, :]))
+__all__ = ["quantised_slot_down", "quantised_slot_down_kernel", "quantised_slot_gate_up", "quantised_slot_gate_up_kernel"]
 
 
 @triton.jit
@@ -80,8 +69,8 @@ def quantised_slot_gate_up_kernel(
         up_row = 2 * row + 1 if INTERLEAVED else columns + row
         weights = w_ptr + wide * stride_we
         if PREFETCH:
-            _prefetch_rows(weights, gate_row, row_ok, depth, stride_wn, BLOCK_K)
-            _prefetch_rows(weights, up_row, row_ok, depth, stride_wn, BLOCK_K)
+            prefetch_rows(weights, tl.where(row_ok, gate_row, 0), depth, stride_wn, BLOCK_K)
+            prefetch_rows(weights, tl.where(row_ok, up_row, 0), depth, stride_wn, BLOCK_K)
             pdl_wait(PDL)
         group = tl.arange(0, GROUPS)
         step = group[:, None] * K_GROUP + tl.arange(0, K_GROUP)[None, :]
@@ -137,7 +126,7 @@ def quantised_slot_down_kernel(
         for j in range(0, top_k):
             expert = local_expert(token * top_k + j, ids_ptr, map_ptr, valid_ptr, slots, top_k, stride_it, num_experts, start, local)
             if expert < local:
-                _prefetch_rows(w_ptr + expert.to(tl.int64) * stride_we, row, row_ok, depth, stride_wn, BLOCK_K)
+                prefetch_rows(w_ptr + expert.to(tl.int64) * stride_we, tl.where(row_ok, row, 0), depth, stride_wn, BLOCK_K)
     pdl_wait(PDL)
     group = tl.arange(0, GROUPS)
     step = group[:, None] * K_GROUP + tl.arange(0, K_GROUP)[None, :]

@@ -16,11 +16,24 @@ from hal.kernels.launch import pdl_begin, pdl_options
 from hal.kernels.scratch import current_device, scratch
 from hal.kernels.tuning import supports_pdl
 
-__all__ = ["WRITERS", "bins", "fill_tiles", "list_tiles", "most_tiles", "store_tile", "tiles_kernel", "write_list", "write_tiles"]
+__all__ = [
+    "FILL",
+    "WRITERS",
+    "bins",
+    "fill_tiles",
+    "list_tiles",
+    "most_tiles",
+    "store_tile",
+    "tiles_kernel",
+    "tiles_warps",
+    "write_list",
+    "write_tiles",
+]
 
 #: Programs that write the list of tiles; each knows all of it and writes every so manieth record of an expert.
 WRITERS = 8
-_NO_RECORD = 512
+#: Records without rows, or counts of zero, that a program writes at once.
+FILL = 512
 
 
 @triton.jit
@@ -84,12 +97,17 @@ def bins(experts: int) -> int:
     return max(16, triton.next_power_of_2(experts))
 
 
+def tiles_warps(width: int) -> int:
+    """Warps of `tiles_kernel` for a vector of `width` experts."""
+    return 4 if width <= 512 else 8
+
+
 def write_list(tiles: Tensor, sizes: Tensor, rows: int, experts: int, bound: int, block_m: int, *, trusted: bool) -> None:
     """Launch `tiles_kernel`; `trusted`: no size is negative and they add up to `rows` at most."""
     width, pdl = bins(experts), supports_pdl(sizes.device)
     tiles_kernel[(min(WRITERS, triton.cdiv(bound, 16)),)](
-        tiles, sizes, rows, experts, bound, width, block_m, _NO_RECORD, not trusted, pdl,
-        num_warps=4 if width <= 512 else 8, num_stages=1, enable_fp_fusion=True, **pdl_options(pdl),
+        tiles, sizes, rows, experts, bound, width, block_m, FILL, not trusted, pdl,
+        num_warps=tiles_warps(width), num_stages=1, enable_fp_fusion=True, **pdl_options(pdl),
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -21,14 +21,10 @@ from hal.kernels.tuning import is_hopper
 
 __all__ = [
     "EXPERT_CONFIGS",
+    "ROW_BLOCKS",
     "SLOT_CONFIGS",
-    "Experts",
-    "GemmConfig",
-    "Measured",
-    "MoeConfig",
-    "SlotConfig",
-    "SlotPath",
     "expert_config",
+    "few_tokens",
     "fitted",
     "moe_config",
     "multiprocessors",
@@ -81,6 +77,8 @@ _SLOT_SHARED = 0.08
 #: A measurement serves numbers of tokens up to this factor away.
 _NEAR = 4.0
 _LEAST_N, _LEAST_K = 32, 32
+#: (columns of a program, warps) of kernels that walk over rows: where rows are many, and where they are few.
+ROW_BLOCKS = ((1024, 4), (256, 1))
 #: Name of a device -> what a device config has named for it.
 _USED: dict[str, tuple[Measured, ...]] = {}
 
@@ -111,7 +109,7 @@ def fitted(config: GemmConfig, columns: int, depth: int) -> GemmConfig:
     return replace(config, block_n=n, block_k=k, stages=stages)
 
 
-@cache
+@lru_cache(maxsize=4096)
 def expert_config(device: torch.device, experts: Experts, tokens: int) -> MoeConfig | SlotPath:
     """Config of the sorted path or of the path for few tokens: the nearest measurement, else the model.
 
@@ -151,7 +149,7 @@ def _by_rows(device: torch.device, element_bytes: int, rows: float) -> MoeConfig
     return next((config for most, config in table if rows <= most), table[-1][1])
 
 
-@cache
+@lru_cache(maxsize=4096)
 def moe_config(device: torch.device, element_bytes: int, rows: int, experts: int) -> MoeConfig:
     """Config by the model alone, for `rows` rows of `experts` experts of which no more is known.
 
@@ -162,6 +160,19 @@ def moe_config(device: torch.device, element_bytes: int, rows: int, experts: int
         experts: E.
     """
     return _by_rows(device, element_bytes, rows / max(1, min(experts, rows)))
+
+
+def few_tokens(tokens: int, top_k: int, experts: int) -> bool:
+    """Whether the kernels for few tokens are the better ones: slots are few, and seldom share an expert.
+
+    Args:
+        tokens: T.
+        top_k: k.
+        experts: E.
+    """
+    # Expected share of slots whose expert an earlier slot has; choices of one token differ.
+    shared = (tokens - 1) * top_k / (2 * max(1, experts))
+    return tokens <= _SLOT_TOKENS and top_k <= _SLOT_CHOICES and shared <= _SLOT_SHARED
 
 
 def slot_path(tokens: int, top_k: int, experts: int, element_bytes: int, k_inner: bool, inner: int) -> SlotPath | None:
@@ -175,17 +186,13 @@ def slot_path(tokens: int, top_k: int, experts: int, element_bytes: int, k_inner
         k_inner: K is the contiguous dimension of the weights.
         inner: I.
     """
-    if tokens > _SLOT_TOKENS or top_k > _SLOT_CHOICES:
-        return None
-    # Expected share of slots whose expert an earlier slot has; choices of one token differ.
-    if (tokens - 1) * top_k / (2 * max(1, experts)) > _SLOT_SHARED:
+    if not few_tokens(tokens, top_k, experts):
         return None
     table = SLOT_CONFIGS[element_bytes, k_inner]
     return next((path for most, path in table if inner <= most), table[-1][1])
 
 
 def row_blocks(device: torch.device, rows: int, columns: int) -> tuple[int, int]:
-    """(columns of a program, warps) of kernels that walk over rows: small blocks where rows are few."""
-    if rows * columns >= 2048 * multiprocessors(device):
-        return 1024, 4
-    return 256, 1
+    """One of `ROW_BLOCKS`: small blocks where rows are few."""
+    many, few = ROW_BLOCKS
+    return many if rows * columns >= 2048 * multiprocessors(device) else few

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hal.kernels.compile_case import CompileCase, pointer
+from hal.kernels.compile_case import EVERYWHERE, FLOATS, CompileCase, pointer
 from hal.kernels.route import LARGE_WARPS, large_constants, route_constants, sorts_rows
 from hal.kernels.route_kernel import route_kernel
 from hal.kernels.route_large import route_large_kernel
@@ -14,9 +14,6 @@ from hal.kernels.route_tuning import SORT_CONFIG, route_config, sort_warps
 
 __all__ = ["compile_cases"]
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-#: (takes part in programmatic dependent launch, targets)
-_EVERYWHERE = ((True, ("sm_90",)), (False, ("sm_80", "gfx942")))
 _TYPES = {"weights_ptr": "*fp32:16", "ids_ptr": "*i32:16", "scale": "fp32"}
 _NUMBERS = ("tokens", "stride_w", "stride_i")
 
@@ -68,7 +65,7 @@ _MANY = (_Call(2048, 8), _Call(2048, 8, sigmoid=True, bias=True), _Call(4096, 8,
 
 def compile_cases() -> list[CompileCase]:
     """Each call with each dtype of logits."""
-    calls = [(call, dtype, *place) for dtype in _FLOATS for place in _EVERYWHERE for call in (*_FEW, *_SORTED, *_MANY)]
+    calls = [(call, dtype, *place) for dtype in FLOATS for place in EVERYWHERE for call in (*_FEW, *_SORTED, *_MANY)]
     return [(_many if call in _MANY else _few)(call, dtype, pdl, targets) for call, dtype, pdl, targets in calls]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 __all__ = ["SORT_CONFIG", "SORT_FROM", "RouteConfig", "route_config", "sort_warps"]
 
@@ -52,7 +52,7 @@ def sort_warps(experts: int) -> int:
     return min(8, max(1, experts // 128))
 
 
-@cache
+@lru_cache(maxsize=4096)
 def route_config(experts: int, grouped: bool, tokens: int) -> RouteConfig:
     """Return the config for `tokens` rows of `experts` experts (padding included), some groups left out if `grouped`."""
     return next(config for (most, of_groups, rows), config in _ROUTE.items() if experts <= most and grouped == of_groups and tokens <= rows)

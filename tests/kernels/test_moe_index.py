@@ -40,7 +40,9 @@ def check_tiles(tiles: Tensor, bound: int, wanted: list[tuple[int, int, int, int
 
 
 def check_index(device: torch.device, ids: Tensor, experts: int, block_m: int = 16, **options: Any) -> None:
-    from hal.kernels.moe_index import Routing, index_slots, most_tiles
+    from hal.kernels.moe_index import index_slots
+    from hal.kernels.moe_routing import Routing
+    from hal.kernels.moe_tiles import most_tiles
 
     order, places, sizes = naive_index(ids, experts, options)
     spoken = options.pop("num_experts", options["expert_map"].shape[0] if "expert_map" in options else experts)
@@ -109,7 +111,8 @@ def test_range_map_and_valid_tokens(device: torch.device) -> None:
 
 
 def test_op_fills_what_it_defines(device: torch.device) -> None:
-    from hal.kernels.moe_index import Routing, moe_index
+    from hal.kernels.moe_index import moe_index
+    from hal.kernels.moe_routing import Routing
 
     for shape, experts in (((0, 2), 3), ((3, 2), 0)):
         slots = shape[0] * shape[1]
@@ -139,7 +142,7 @@ def test_op_fills_what_it_defines(device: torch.device) -> None:
 )
 @pytest.mark.parametrize("block_m", [16, 64])
 def test_tiles_of_given_sizes(device: torch.device, sizes: list[int], rows: int, block_m: int) -> None:
-    from hal.kernels.moe_index import list_tiles, most_tiles
+    from hal.kernels.moe_tiles import list_tiles, most_tiles
 
     poison()
     tiles = list_tiles(torch.tensor(sizes, dtype=torch.int32, device=device), rows, block_m)
@@ -147,7 +150,7 @@ def test_tiles_of_given_sizes(device: torch.device, sizes: list[int], rows: int,
 
 
 def test_bound_is_enough_and_tight() -> None:
-    from hal.kernels.moe_index import most_tiles
+    from hal.kernels.moe_tiles import most_tiles
 
     def worst(rows: int, experts: int, block_m: int) -> int:
         """By trying: one row each for as many experts as possible, the rest on one of them."""

@@ -136,7 +136,7 @@ def test_int8_sums_do_not_round(device: torch.device) -> None:
 
 def configs() -> list:
     """Every way of the kernel: wide weights, descriptors, a fixed number of programs, half steps of a block."""
-    from hal.kernels.moe_tuning import GemmConfig
+    from hal.kernels.moe_configs import GemmConfig
 
     ways: list[dict[str, Any]] = [
         {},
@@ -163,7 +163,7 @@ def test_every_way_gives_the_same(device: torch.device, way: int, dtype: torch.d
 
 def try_way(device: torch.device, way: int, dtype: torch.dtype, kind: str, gate_up: str, n: int, k: int) -> None:
     from hal.kernels.moe_experts import Activation, Scales, grouped_product
-    from hal.kernels.moe_index import list_tiles, most_tiles
+    from hal.kernels.moe_tiles import list_tiles, most_tiles
 
     sizes, block_m = [18, 0, 3], 16
     call, wanted = product(device, dtype, kind, n=n, k=k, biased=True, sizes=sizes)
@@ -188,10 +188,10 @@ def try_way(device: torch.device, way: int, dtype: torch.dtype, kind: str, gate_
 @pytest.mark.parametrize("inner", [128, 200])
 def test_a_tile_leaves_quantised(device: torch.device, gate_up: str, swap: bool, inner: int) -> None:
     """Groups of 128 columns come out as if the activated rows had been quantised afterwards; rows of zeros too."""
+    from hal.kernels.moe_configs import GemmConfig
     from hal.kernels.moe_experts import Activation, Scales, grouped_product
-    from hal.kernels.moe_index import list_tiles, most_tiles
     from hal.kernels.moe_quantise import empty_rows
-    from hal.kernels.moe_tuning import GemmConfig
+    from hal.kernels.moe_tiles import list_tiles, most_tiles
 
     sizes, block_m = [18, 0, 3], 16
     call, wanted = product(device, INT8, "block", n=2 * inner, k=200, sizes=sizes)
@@ -232,7 +232,7 @@ def few_programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the interpreter a program costs 10 ms: tall tiles for few tokens."""
     if device.type == "cpu":
         from hal.kernels import moe_quantised_tuning as tuning
-        from hal.kernels.moe_tuning import SlotConfig, SlotPath
+        from hal.kernels.moe_configs import SlotConfig, SlotPath
 
         config = SlotConfig(32, 512, 4)
         monkeypatch.setattr(tuning, "QUANTISED_SLOT_CONFIGS", SlotPath(config, config))
@@ -289,7 +289,7 @@ def test_steps_of_the_kernels_for_few_tokens(
     device: torch.device, dtype: torch.dtype, kind: str, width: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from hal.kernels import moe_quantised_tuning as tuning
-    from hal.kernels.moe_tuning import SlotConfig, SlotPath
+    from hal.kernels.moe_configs import SlotConfig, SlotPath
 
     config = SlotConfig(32, 1024 if width == "whole" else 128, 4)
     monkeypatch.setattr(tuning, "QUANTISED_SLOT_CONFIGS", SlotPath(config, config))
@@ -302,7 +302,7 @@ def test_quantised_by_the_product_or_after_it(
     device: torch.device, dtype: torch.dtype, block_n: int, gate_up: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from hal.kernels import moe_quantised
-    from hal.kernels.moe_tuning import GemmConfig, MoeConfig
+    from hal.kernels.moe_configs import GemmConfig, MoeConfig
 
     config = MoeConfig(16, GemmConfig(block_n, 128, 4, 2), GemmConfig(64, 128, 4, 2))
     monkeypatch.setattr(moe_quantised, "quantised_config", lambda *_: config)

@@ -72,7 +72,7 @@ def test_sizes_beyond_the_rows_are_cut(device: torch.device) -> None:
 
 def configs() -> list:
     """Every way of the kernel: wide weights, descriptors, a fixed number of programs."""
-    from hal.kernels.moe_tuning import GemmConfig
+    from hal.kernels.moe_configs import GemmConfig
 
     ways: list[dict[str, Any]] = [
         {},
@@ -91,7 +91,7 @@ def configs() -> list:
 @pytest.mark.parametrize("gate_up", ["", "concat", "interleaved"])
 def test_every_way_gives_the_same(device: torch.device, way: int, layout: str, gate_up: str) -> None:
     from hal.kernels.moe_experts import Activation, grouped_product
-    from hal.kernels.moe_index import list_tiles, most_tiles
+    from hal.kernels.moe_tiles import list_tiles, most_tiles
 
     sizes, n, block_m = [50, 0, 3], 80, 16
     for k in (64, 40):  # a multiple of the step, and not
