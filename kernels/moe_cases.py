@@ -278,7 +278,7 @@ def _slots(dtype: torch.dtype, k_inner: bool, up: SlotConfig, down: SlotConfig, 
 
 
 def _rows(dtype: torch.dtype, everything: bool) -> list[CompileCase]:
-    """The kernels that walk over rows."""
+    """The kernels that walk over rows; every unrolling on one dtype."""
     main = dtype is torch.bfloat16
     value, tag = pointer(dtype), f"{_name(dtype)}{'-all' if everything else ''}"
     combine = {"y_ptr": value, "places_ptr": "*i32:16", "out_ptr": value, "rows": "i32", "columns": "i32:16", "top_k": "i32", "scale": "fp32"}
@@ -292,7 +292,7 @@ def _rows(dtype: torch.dtype, everything: bool) -> list[CompileCase]:
         act["limit"] = "fp32"
     cases = []
     for pdl, targets in EVERYWHERE:
-        for (block, warps), unroll in product(ROW_BLOCKS, _UNROLLS):
+        for (block, warps), unroll in product(ROW_BLOCKS, _UNROLLS if main and everything else _UNROLLS[-2:-1]):
             tail = {"UNROLL": unroll, "BLOCK": block, "PDL": pdl}
             name = f"moe_combine/{tag}/{block}x{unroll}"
             cases.append(CompileCase(name, combine_kernel, combine, absent | tail, warps, 1, targets=targets, no_spills=main))
@@ -303,7 +303,7 @@ def _rows(dtype: torch.dtype, everything: bool) -> list[CompileCase]:
 
 
 def _expand(bits: str) -> list[CompileCase]:
-    """The copy of rows whose elements have the size of `bits`."""
+    """The copy of rows whose elements have the size of `bits`; every unrolling on one size."""
     types = {"x_ptr": f"*{bits}:16", "places_ptr": "*i32:16", "out_ptr": f"*{bits}:16", "rows": "i32", "columns": "i32:16", "top_k": "i32"}
     types |= {"stride_xt": "i32:16", "stride_om": "i32:16"}
     return [
@@ -312,7 +312,7 @@ def _expand(bits: str) -> list[CompileCase]:
             targets=targets, no_spills=bits == "i16",
         )
         for pdl, targets in EVERYWHERE
-        for (block, warps), unroll in product(ROW_BLOCKS, _UNROLLS)
+        for (block, warps), unroll in product(ROW_BLOCKS, _UNROLLS if bits == "i16" else _UNROLLS[-2:-1])
     ]  # fmt: skip
 
 
