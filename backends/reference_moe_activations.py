@@ -46,4 +46,6 @@ def activate(x: Tensor, activation: str, gate_up: str, alpha: float | None = Non
         return gate * torch.sigmoid((OAI_ALPHA if alpha is None else alpha) * gate) * (up + 1.0)
     if activation == "silu":
         return functional.silu(gate) * up
-    return functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+    gelu = functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
+    # On a CPU torch's own is NaN at +inf, where the vector unit computes it.
+    return torch.where(gate == float("inf"), gate, gelu) * up

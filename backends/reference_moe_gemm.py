@@ -62,8 +62,8 @@ def grouped_product(x: Tensor, experts: Experts, sizes: Tensor, factor: Tensor |
 
 def _by_expert(x: Tensor, experts: Experts, sizes: Tensor, factor: Tensor | None) -> Tensor:
     """One product for each expert that has rows."""
-    # 16-bit products accumulate in fp32 and several times faster than those of converted weights, but round their result.
-    plain = experts.bias is None and factor is None and x.dtype == experts.weight.dtype
+    # bf16 products accumulate in fp32 and several times faster than those of converted weights, but round their result: fp16 would overflow.
+    plain = experts.bias is None and factor is None and x.dtype == experts.weight.dtype and x.dtype != torch.float16
     out = torch.zeros(x.shape[0], experts.weight.shape[1], dtype=x.dtype if plain else torch.float32)
     start = 0
     for e, size in enumerate(sizes.tolist()):

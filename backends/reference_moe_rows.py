@@ -7,6 +7,9 @@ from torch import Tensor
 
 from hal.ops.moe_checks import MoeIndex
 
+#: Bytes of an element -> a dtype that can be indexed.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 __all__ = ["combine_rows", "expand_rows", "index_slots", "local_ids", "moe_combine", "moe_expand", "moe_index"]
 
 
@@ -59,7 +62,8 @@ def expand_rows(x: Tensor, index: MoeIndex) -> Tensor:
     if not slots:
         return x.new_empty(0, *x.shape[1:])
     top_k = slots // x.shape[0]
-    return x[index.dst_to_src.long().clamp(0, slots - 1) // top_k]  # what lies behind the used entries may be anything
+    source = index.dst_to_src.long().clamp(0, slots - 1) // top_k  # what lies behind the used entries may be anything
+    return x.view(_BITS[x.itemsize])[source].view(x.dtype)  # as bits: not every dtype can be indexed
 
 
 def moe_combine(
@@ -80,6 +84,7 @@ def combine_rows(y: Tensor, weights: Tensor, index: MoeIndex) -> Tensor:
         return total
     rows = index.src_to_dst.long().view(tokens, top_k)
     for j in range(top_k):
-        part = y[rows[:, j].clamp_min(0)].float() * weights[:, j, None]
-        total += part.masked_fill_((rows[:, j] < 0)[:, None], 0.0)  # a weight of 0 would not silence a NaN
+        there = (rows[:, j] >= 0) & (rows[:, j] < y.shape[0])
+        part = y[rows[:, j].masked_fill(~there, 0)].float() * weights[:, j, None]
+        total += part.masked_fill_(~there[:, None], 0.0)  # a weight of 0 would not silence a NaN
     return total

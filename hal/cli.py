@@ -292,7 +292,7 @@ def tune_moe(
 
     A device config takes it up with `tuning: FILE.yaml`. It changes speed only.
     """
-    counts = tuple(int(part) for part in tokens.split(",") if part.strip().isdigit())
+    counts = tuple(int(part) for part in tokens.split(",") if part.strip().isdecimal() and part.isascii())
     if not counts or len(counts) != len(tokens.split(",")) or min(counts) < 1:
         raise typer.BadParameter(f"{tokens!r} is no list of numbers such as 1,16,256", param_hint="--tokens")
     if dtype not in ("bfloat16", "float16", "float32"):

@@ -69,7 +69,12 @@ def tune_moe(options: TuneOptions, *, timer: Timer | None = None, say: Callable[
         HalError: there is no GPU, or the file to extend is of another device.
         ConfigError: the file to extend is wrong.
     """
-    device = torch.device(options.device)
+    try:
+        device = torch.device(options.device)
+    except RuntimeError:
+        raise HalError(f"{options.device!r} is no device; write cuda:0, for example") from None
+    if not options.output.absolute().parent.is_dir():
+        raise HalError(f"{options.output} cannot be written: there is no folder {options.output.absolute().parent}; make it first")
     if timer is None and (device.type != "cuda" or not torch.cuda.is_available()):
         raise HalError(f"hal tune measures on a GPU, and {options.device!r} is none here; run it where fused_moe will run")
     tuner: Tuner = importlib.import_module(_TUNER)

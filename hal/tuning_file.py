@@ -17,6 +17,12 @@ from hal.yaml_marks import NotText, parse, raise_problems
 __all__ = ["read_tuning", "write_tuning"]
 
 _MOST_BYTES = 4 << 20
+#: Values of a file: that many bytes hold no more.
+_MOST_VALUES = 1 << 20
+#: Fewest elements that are fetched ahead: 32 bytes.
+_LEAST_AHEAD = 16
+#: Most elements of a tile of the kernels for few tokens: their registers.
+_MOST_TILE = 1 << 15
 
 
 def _plain(value: Any) -> Any:
@@ -30,6 +36,17 @@ def _power_of_two(value: Any) -> Any:
     number = _plain(value)
     if isinstance(number, str) and number.isdigit() and (int(number) < 1 or int(number) & (int(number) - 1)):
         raise ValueError("must be a power of two")
+    return number
+
+
+def _ahead(value: Any) -> Any:
+    number = _plain(value)
+    return number if number in ("0", 0) else _at_least_a_sector(_power_of_two(value))
+
+
+def _at_least_a_sector(number: Any) -> Any:
+    if isinstance(number, str) and number.isdigit() and int(number) < _LEAST_AHEAD:
+        raise ValueError(f"must be 0 or at least {_LEAST_AHEAD}")
     return number
 
 
@@ -55,8 +72,8 @@ class ProductModel(_Model):
     w_tma: Flag = False
     x_tma: Flag = False
     programs: Annotated[int, BeforeValidator(_plain), Field(ge=0, le=32)] = 0
-    group_m: Count = 8
-    ahead: Annotated[int, BeforeValidator(_plain), Field(ge=0, le=4096)] = 0
+    group_m: Annotated[int, BeforeValidator(_plain), Field(ge=1, le=4096)] = 8
+    ahead: Annotated[int, BeforeValidator(_ahead), Field(ge=0, le=4096)] = 0
 
 
 class SlotModel(_Model):
@@ -67,6 +84,12 @@ class SlotModel(_Model):
     warps: Warps
     stages: Stages = 1
     prefetch: Flag = True
+
+    @model_validator(mode="after")
+    def _fits(self) -> SlotModel:
+        if self.rows * self.block_k > _MOST_TILE:
+            raise ValueError(f"rows * block_k must be at most {_MOST_TILE}")
+        return self
 
 
 class EntryModel(_Model):
@@ -119,7 +142,7 @@ def read_tuning(path: str | os.PathLike[str]) -> Tuning:
         raise ConfigError(f"cannot be read: {reason}; `hal tune moe --output FILE` writes such a file", f"tuning {file!r}") from error
     if len(content) > _MOST_BYTES:
         raise ConfigError(f"is larger than {_MOST_BYTES >> 20} MiB, so it was not written by `hal tune`", file)
-    document = parse(content, file)
+    document = parse(content, file, most_values=_MOST_VALUES)
     if not isinstance(document.data, dict):
         document.report(document.values[()], "a tuning file is a mapping with the keys `version`, `device` and `fused_moe`")
         raise_problems(document.problems, file)

@@ -96,8 +96,8 @@ def raise_problems(problems: Sequence[Problem], file: str) -> NoReturn:
     raise ConfigError("\n".join(lines), f"{file}:{first.line}:{first.column}")
 
 
-def parse(content: bytes, file: str) -> Document:
-    """Return the single YAML document in `content`; `file` is how errors name it.
+def parse(content: bytes, file: str, *, most_values: int = _MAX_VALUES) -> Document:
+    """Return the single YAML document in `content`; `file` is how errors name it, `most_values` how many values it may have.
 
     Raises:
         ConfigError: not UTF-8, not YAML, no document or several, or aliases that contain themselves or grow too large.
@@ -115,7 +115,7 @@ def parse(content: bytes, file: str) -> Document:
     if root is None:
         raise ConfigError("the file is empty; a config needs at least `name:` and `backends:`", f"{file}:1:1")
     document = Document()
-    _Reader(document, file).read_root(root)
+    _Reader(document, file, most_values).read_root(root)
     return document
 
 
@@ -151,8 +151,8 @@ def _syntax_problem(error: yaml.MarkedYAMLError) -> Problem:
 class _Reader:
     """Turns nodes into plain data, filling in the positions of a Document."""
 
-    def __init__(self, document: Document, file: str) -> None:
-        self.document, self.file = document, file
+    def __init__(self, document: Document, file: str, most_values: int) -> None:
+        self.document, self.file, self.most_values = document, file, most_values
         self.count = 0
         self.open: set[int] = set()  # ids of the nodes that are being read: an alias to one of them is a cycle
 
@@ -162,8 +162,8 @@ class _Reader:
     def _read(self, node: yaml.Node, path: Path) -> Any:
         position = _position(node)
         self.count += 1
-        if self.count > _MAX_VALUES:
-            raise ConfigError(f"more than {_MAX_VALUES} values once its aliases are expanded; write the values out", f"{self.file}:1:1")
+        if self.count > self.most_values:
+            raise ConfigError(f"more than {self.most_values} values, those of expanded aliases included; write the values out", f"{self.file}:1:1")
         if id(node) in self.open:
             raise ConfigError("an alias contains itself; write the values out", f"{self.file}:{position[0]}:{position[1]}")
         self.document.values.setdefault(path, position)

@@ -149,6 +149,10 @@ def test_time_limit_and_no_gpu(tmp_path: Path) -> None:
         ({"up": {"block_n": 32, "block_k": 32, "warps": 4, "stages": 2, "w_tmaa": True}}, "w_tmaa.*did you mean 'w_tma'"),
         ({"up": {"rows": 4, "block_k": 32, "warps": 4}}, "block_n.*missing"),
         ({"up": "fast"}, "up"),
+        ({"up": {"block_n": 32, "block_k": 32, "warps": 4, "stages": 2, "ahead": 48}}, "ahead.*power of two"),
+        ({"up": {"block_n": 32, "block_k": 32, "warps": 4, "stages": 2, "ahead": 4}}, "ahead.*0 or at least 16"),
+        ({"up": {"block_n": 32, "block_k": 32, "warps": 4, "stages": 2, "group_m": 1 << 29}}, "group_m.*4096"),
+        ({"path": "slots", "block_m": None, "up": {"rows": 4096, "block_k": 4096, "warps": 4}, "down": {"rows": 4, "block_k": 64, "warps": 4}}, "rows . block_k"),
     ],
     ids=str,
 )  # fmt: skip
@@ -243,13 +247,31 @@ def test_round_trip(tmp_path: Path) -> None:
     assert read_tuning(file) == Tuning("card: 1", (), str(file))
 
 
+def test_many_entries_can_be_read_back(tmp_path: Path) -> None:
+    file = tmp_path / "t.yaml"
+    entries = tuple(tuning_of(ENTRY | {"tokens": tokens, "experts": 8 + tokens}).fused_moe[0] for tokens in range(1, 400))
+    write_tuning(Tuning("cpu", entries), file)
+    assert sorted(read_tuning(file).fused_moe, key=lambda e: e.tokens) == list(entries)
+
+
+def test_no_measuring_for_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    def timer(calls: Any) -> Any:
+        raise AssertionError("measured")
+
+    with pytest.raises(HalError, match="no folder"):
+        tune_moe(TuneOptions(**SMALL, tokens=(1,), output=tmp_path / "none" / "t.yaml"), timer=timer)
+    with pytest.raises(HalError, match="is no device"):
+        tune_moe(TuneOptions(**(SMALL | {"device": "foo"}), tokens=(1,), output=tmp_path / "t.yaml"), timer=timer)
+
+
 def test_command(tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
     from hal.cli import app
 
     shape = ["tune", "moe", "-E", "6", "-H", "32", "-I", "48", "-k", "2", "-o", str(tmp_path / "t.yaml")]
-    assert "1,16,256" in CliRunner().invoke(app, [*shape, "--tokens", "1,x"]).output
+    for tokens in ("1,x", "²", "٣", ""):
+        assert "1,16,256" in CliRunner().invoke(app, [*shape, "--tokens", tokens]).output
     assert "--dtype" in CliRunner().invoke(app, [*shape, "--dtype", "fp8"]).output
     result = CliRunner().invoke(app, [*shape, "--device", "cpu"])
     assert isinstance(result.exception, HalError)

@@ -99,6 +99,7 @@ class Checker:
             isinstance(value, bool)
             or not isinstance(value, (int, float))
             or not -FLOAT32_MAX <= value <= FLOAT32_MAX
+            or (isinstance(value, int) and not -(2**63) <= value < 2**63)
             or (least is not None and value < least)
             or (above is not None and value <= above)
         ):

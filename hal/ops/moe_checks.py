@@ -16,6 +16,7 @@ __all__ = [
     "BLOCK",
     "EXPERT_QUANTISED",
     "GATE_UP",
+    "MOST_IDS",
     "MoeIndex",
     "check_activation_scales",
     "check_bias",
@@ -34,8 +35,9 @@ __all__ = [
 
 _INDEX = (torch.int32,)
 _FP32 = (torch.float32,)
-#: Slots are counted in int32.
+#: Slots and ids of experts are int32.
 _MOST_SLOTS = 2**31 - 1
+MOST_IDS = 2**31 - 1
 #: Rows and columns of a block that shares one scale.
 BLOCK = 128
 #: dtypes of quantised experts.
@@ -118,8 +120,9 @@ def check_placement(check: Checker, a: Arguments, num_experts: int | None) -> in
         return num_experts
     if not isinstance(a.expert_range, tuple) or len(a.expert_range) != 2:
         raise check.fail("expert_range", f"is {a.expert_range!r}", "a tuple (start, end)")
-    start = check.integer("expert_range", a.expert_range[0], least=0, most=num_experts)
-    return check.integer("expert_range", a.expert_range[1], least=start, most=num_experts) - start
+    most = MOST_IDS if num_experts is None else num_experts
+    start = check.integer("expert_range", a.expert_range[0], least=0, most=most)
+    return check.integer("expert_range", a.expert_range[1], least=start, most=most) - start
 
 
 def check_expert_weight(check: Checker, argument: str, value: Any, shape: tuple[int | None, ...], axes: str, dtypes: tuple[torch.dtype, ...]) -> None:

@@ -240,6 +240,8 @@ def _check_scales(check: Checker, a: Arguments) -> str | None:
     if a.w_scales is not None and not (isinstance(a.w_scales, tuple) and len(a.w_scales) == 2):
         raise check.fail("w_scales", f"is {type(a.w_scales).__name__}", "a tuple: scales of w_gate_up, scales of w_down")
     first, second = a.w_scales or (None, None)
+    if a.w_scales is not None and (first is None or second is None):
+        raise check.fail("w_scales", "holds None", "two tensors of scales", "Leave w_scales out where weights are not quantised.")
     kind = moe.check_weight_scales(check, "w_scales", first, a.w_gate_up)
     if moe.check_weight_scales(check, "w_scales", second, a.w_down) != kind:
         raise check.fail("w_scales", "are of two kinds", "both for experts, both for outputs, or both for blocks")
@@ -253,7 +255,7 @@ def _check_experts(check: Checker, a: Arguments, local: int) -> int:
     """Check what says where experts are, and return how many there are on all ranks."""
     total: int | None = local
     if a.num_experts is not None:
-        total = check.integer("num_experts", a.num_experts, least=0)
+        total = check.integer("num_experts", a.num_experts, least=0, most=moe.MOST_IDS)
     elif isinstance(a.expert_map, Tensor):
         total = a.expert_map.numel()
     elif a.expert_range is not None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hal.ops.checks import FLOATS, Checker
-from hal.ops.moe_checks import MoeIndex, check_ids, check_index, check_placement, index_facts, range_facts
+from hal.ops.moe_checks import MOST_IDS, MoeIndex, check_ids, check_index, check_placement, index_facts, range_facts
 from hal.ops.op import Arguments, Op, TensorMeta
 from hal.ops.signature import facts, number, types
 
@@ -87,8 +87,8 @@ def _local_experts(check: Checker, a: Arguments) -> int:
     """Number of experts held here."""
     found = check_placement(check, a, a.num_experts)
     if found is None:
-        return check.integer("num_local_experts", a.num_local_experts, least=0)
-    if a.num_local_experts is not None and check.integer("num_local_experts", a.num_local_experts, least=0) != found:
+        return check.integer("num_local_experts", a.num_local_experts, least=0, most=MOST_IDS)
+    if a.num_local_experts is not None and check.integer("num_local_experts", a.num_local_experts, least=0, most=MOST_IDS) != found:
         raise check.fail("num_local_experts", f"is {a.num_local_experts}", f"{found}, or None without expert_map")
     return found
 
@@ -97,7 +97,7 @@ def check_moe_index(a: Arguments) -> MoeIndexCall:
     """Check a `moe_index` call and return what gates look at."""
     check = Checker("moe_index", a.ids.device)
     tokens, top_k = check_ids(check, a.ids)
-    check.integer("num_experts", a.num_experts, least=0)
+    check.integer("num_experts", a.num_experts, least=0, most=MOST_IDS)
     local = _local_experts(check, a)
     if a.out is not None:
         check_index(check, "out", a.out, tokens * top_k, local, written=True)
@@ -207,6 +207,13 @@ def check_moe_expand(a: Arguments) -> MoeRowsCall:
     check.tensor("x", a.x, shape=(None, None), axes="(T, H)")
     if a.x.dtype.itemsize > _MOST_BYTES:
         raise check.fail("x", f"has dtype {a.x.dtype}", f"a dtype of up to {_MOST_BYTES} bytes")
+    if a.x.is_quantized or a.x.is_conj() or a.x.is_neg():
+        raise check.fail(
+            "x",
+            "is quantised, or a lazy conjugate or negative",
+            "elements that are what memory holds",
+            "Use .int_repr(), .resolve_conj() or .resolve_neg().",
+        )
     check.no_grad(x=a.x)
     tokens, hidden = a.x.shape
     index = check_index(check, "index", a.index)

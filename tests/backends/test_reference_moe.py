@@ -81,3 +81,34 @@ def test_activations(gate_up: str) -> None:
     x = torch.randn(5, 24) * 5
     for op in ("silu_and_mul", "gelu_and_mul", "swiglu_oai_and_mul"):
         check(op, getattr(reference_moe_activations, op), {"x": x, "gate_up": gate_up})
+
+
+@pytest.mark.parametrize("host", [True, False], ids=["host", "accelerator"])
+def test_large_intermediates_of_fp16_stay_finite(monkeypatch: pytest.MonkeyPatch, host: bool) -> None:
+    """The first product of -96000, beyond fp16, is activated to -0."""
+    monkeypatch.setattr(reference_moe_gemm, "on_host", lambda t: host)
+    up = torch.zeros(1, 2, 16, dtype=torch.float16)
+    up[0, 0], up[0, 1] = -60.0, 1e-3
+    x, down = torch.full((1, 16), 100.0, dtype=torch.float16), torch.ones(1, 16, 1, dtype=torch.float16)
+    result = reference_moe.fused_moe(x, up, down, torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int32))
+    assert torch.equal(result, torch.zeros(1, 16, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("columns", [1, 4, 33])
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu_of_infinity(columns: int, approximate: str) -> None:
+    x = torch.tensor([[float("inf")] * columns + [1.0] * columns])
+    assert torch.equal(reference_moe_activations.gelu_and_mul(x, approximate=approximate), x[:, :columns])
+
+
+def test_places_beyond_the_rows_are_skipped() -> None:
+    index = index_of(torch.tensor([[0, 1]], dtype=torch.int32), 2)
+    index = index._replace(src_to_dst=index.src_to_dst + 100)
+    assert torch.equal(reference_moe_rows.moe_combine(torch.ones(2, 3), torch.ones(1, 2), index), torch.zeros(1, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint16, torch.float8_e5m2, torch.complex64, torch.float64], ids=str)
+def test_rows_of_any_dtype_are_copied(dtype: torch.dtype) -> None:
+    index = index_of(torch.tensor([[1, 0], [0, 1]], dtype=torch.int32), 2)
+    x = torch.tensor([[0.0, 1.0], [1.0, 0.0]]).to(dtype)
+    assert torch.equal(reference_moe_rows.moe_expand(x, index).view(torch.uint8), x[[0, 1, 0, 1]].view(torch.uint8))
