@@ -26,6 +26,7 @@ ENTRY = {
     "experts": 6, "hidden": 32, "inner": 48, "top_k": 2, "tokens": 16, "dtype": "float32", "path": "sorted", "block_m": 32, "microseconds": 7.5,
     "up": {"block_n": 32, "block_k": 32, "warps": 4, "stages": 2}, "down": {"block_n": 32, "block_k": 64, "warps": 4, "stages": 2},
 }  # fmt: skip
+SLOTS = {"rows": 4, "block_k": 64, "warps": 4}
 HEAD = "version: 1\ndevice: cpu\nfused_moe:\n"
 
 
@@ -152,7 +153,7 @@ def test_time_limit_and_no_gpu(tmp_path: Path) -> None:
         ({"up": {"block_n": 32, "block_k": 32, "warps": 4, "stages": 2, "ahead": 48}}, "ahead.*power of two"),
         ({"up": {"block_n": 32, "block_k": 32, "warps": 4, "stages": 2, "ahead": 4}}, "ahead.*0 or at least 16"),
         ({"up": {"block_n": 32, "block_k": 32, "warps": 4, "stages": 2, "group_m": 1 << 29}}, "group_m.*4096"),
-        ({"path": "slots", "block_m": None, "up": {"rows": 4096, "block_k": 4096, "warps": 4}, "down": {"rows": 4, "block_k": 64, "warps": 4}}, "rows . block_k"),
+        ({"path": "slots", "block_m": None, "up": {"rows": 4096, "block_k": 4096, "warps": 4}, "down": SLOTS}, "rows . block_k"),
     ],
     ids=str,
 )  # fmt: skip
