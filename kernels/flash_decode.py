@@ -231,7 +231,7 @@ def flash_decode(
             if key is not None and (merge[0] or not partition.splits):
                 remember(key, (compiled, arguments), planner, partition, pdl=pdl)
         else:
-            # Where one of K and V is not copied in 16 bytes, the pipeline of Triton 3.6 reads ids of another tile.
+            # Where one of K and V is not copied in 16 bytes, results were wrong with Triton 3.6's pipeline and right without.
             plain = alibi_slopes is None and window is None
             ahead = aligned and k_cache.element_size() == 2 and tree_mask is None
             tree, depth, tree_stride, tree_columns = _tree_arguments(tree_mask, cu_seqlens_q, sequences, tokens, q_len, plain, pdl)
